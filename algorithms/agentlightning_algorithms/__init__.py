@@ -1,0 +1,1 @@
+"""Algorithms: each a short loop over `sample`, `update`, `publish` and `report`."""

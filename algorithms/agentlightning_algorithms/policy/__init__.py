@@ -1,0 +1,1 @@
+"""Policy back ends: trainable models that can be served."""

@@ -1,0 +1,150 @@
+"""The store contract: the one meeting point of runners, gateway and algorithms.
+
+* **Durable.** A method that returns has committed; a killed process loses nothing that was acknowledged.
+* **Idempotent.** Records carry ids chosen by their creators; adding the same id again changes nothing.
+* **Ordered.** The store numbers spans, completions and rewards (`seq`) in order of arrival; clocks never order data.
+* **Fenced.** Only the attempt with the highest number decides its rollout. What an older attempt writes later is
+  kept, and never used: `finish` raises `Superseded` for it.
+* **Safe.** Every method may be called from any thread; several processes may open the same store.
+
+State of a rollout moves only along `TRANSITIONS`. A lease that runs out lets the next `lease` begin another attempt if
+`max_attempts` allows it; otherwise the rollout fails with `infra_error`. Adding a span, completion or reward to an
+attempt, or calling `heartbeat`, extends its lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from agentlightning.schema import (
+    Attempt,
+    Completion,
+    Episode,
+    Outcome,
+    Resource,
+    Reward,
+    Rollout,
+    RolloutState,
+    Run,
+    Span,
+    Step,
+)
+
+LEASE_S = 30.0
+"""Seconds without a sign of life after which an attempt is given up."""
+
+RETRIED = frozenset({Outcome.MODEL_ERROR, Outcome.INFRA_ERROR, Outcome.TIMEOUT})
+"""Outcomes that may pass when tried again; all others decide the rollout at once."""
+
+TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.QUEUED: frozenset({RolloutState.RUNNING, RolloutState.CANCELLED}),
+    RolloutState.RUNNING: frozenset(
+        {RolloutState.QUEUED, RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED}
+    ),
+    RolloutState.SUCCEEDED: frozenset(),
+    RolloutState.FAILED: frozenset(),
+    RolloutState.CANCELLED: frozenset(),
+}
+"""Allowed moves. `RUNNING -> QUEUED` is a retry: the attempt ended with a retried outcome or lost its lease."""
+
+
+class Store(Protocol):
+    """What every store does. `open_store(url)` gives one."""
+
+    url: str
+
+    # Runs and steps: what a trainer writes so that it can resume.
+    def begin_run(self, name: str, config: dict[str, object], owner: str, lease_s: float = LEASE_S) -> Run:
+        """The newest unfinished run with this name and configuration, or a new one; held by `owner`.
+
+        Raises RunInUse while another owner's lease lives (an owner `host:pid:nonce` whose process on this host is
+        dead holds nothing).
+        """
+
+    def renew_run(self, run_id: str, owner: str, lease_s: float = LEASE_S) -> None:
+        """Extends the hold. Raises RunInUse when another owner has taken the run."""
+
+    def end_run(self, run_id: str, state: str) -> None:
+        """`finished` or `failed`; `paused` gives up the hold and leaves the run to be resumed."""
+
+    def runs(self) -> list[Run]:
+        """Oldest first."""
+
+    def add_step(self, step: Step) -> None:
+        """Records a finished step; the same number again is refused silently (idempotent)."""
+
+    def steps(self, run_id: str) -> list[Step]:
+        """By number."""
+
+    # Resources.
+    def publish(self, run_id: str, resources: Sequence[Resource]) -> None:
+        """Adds versions; a name and version that exist already stay as they are."""
+
+    def resource(self, run_id: str, name: str, version: int | None = None) -> Resource:
+        """That version, or the newest. Raises NotFound."""
+
+    # Rollouts.
+    def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        """Creates rollouts; those whose id exists already stay as they are."""
+
+    def lease(
+        self, worker: str, limit: int = 1, lease_s: float = LEASE_S, run_id: str | None = None
+    ) -> list[tuple[Rollout, Attempt]]:
+        """Up to `limit` queued or expired rollouts, by priority (high first) then age, each with a new attempt."""
+
+    def heartbeat(self, attempt_ids: Sequence[str], lease_s: float = LEASE_S) -> list[str]:
+        """Extends leases; returns the ids among them that are superseded, ended or cancelled."""
+
+    def finish(self, attempt_id: str, outcome: Outcome, error: str | None = None) -> RolloutState:
+        """Ends the attempt and moves its rollout: succeeded on `ok` and `truncated`, queued again on a `RETRIED`
+        outcome with attempts left, failed or cancelled otherwise. Idempotent for the same outcome.
+
+        Raises Superseded when the attempt is no longer the one that decides.
+        """
+
+    def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """Ends rollouts that have not ended yet, and their attempts."""
+
+    def rollouts(
+        self,
+        run_id: str | None = None,
+        *,
+        ids: Sequence[str] | None = None,
+        step: int | None = None,
+        mode: str | None = None,
+        state: RolloutState | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[Rollout]:
+        """In order of creation; `after` is the id of the last one of the page before."""
+
+    def attempts(self, rollout_id: str) -> list[Attempt]:
+        """By number."""
+
+    def attempt(self, attempt_id: str) -> tuple[Rollout, Attempt]:
+        """Raises NotFound."""
+
+    def wait(self, rollout_ids: Sequence[str], timeout_s: float | None = None) -> set[str]:
+        """Blocks until at least one of these is in a final state (all that are, are returned) or the time is over."""
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Blocks until something may be there to lease, or the time is over."""
+
+    # What happened.
+    def add(
+        self,
+        spans: Sequence[Span] = (),
+        completions: Sequence[Completion] = (),
+        rewards: Sequence[Reward] = (),
+    ) -> None:
+        """Appends in one transaction. A span with a known id replaces an open one; other known ids change nothing."""
+
+    def episodes(self, rollout_ids: Sequence[str]) -> list[Episode]:
+        """Each rollout with the spans, completions and rewards of its deciding attempt, in the order asked for."""
+
+    def unattributed(self, after_seq: int = 0) -> list[Completion]:
+        """Calls that named no attempt."""
+
+    def close(self) -> None:
+        """Ends connections and threads; safe to call twice."""
