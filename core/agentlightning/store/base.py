@@ -143,8 +143,14 @@ class Store(Protocol):
     def episodes(self, rollout_ids: Sequence[str]) -> list[Episode]:
         """Each rollout with the spans, completions and rewards of its deciding attempt, in the order asked for."""
 
+    def trace(self, attempt_id: str) -> Episode:
+        """All that is known of one attempt so far, whether it decides or not. Raises NotFound."""
+
+    def find(self, prefix: str, limit: int = 10) -> list[str]:
+        """Ids of rollouts and attempts that begin with `prefix`, at most `limit`."""
+
     def unattributed(self, after_seq: int = 0) -> list[Completion]:
-        """Calls that named no attempt."""
+        """Calls that named no attempt, or one that this store does not know."""
 
     def close(self) -> None:
         """Ends connections and threads; safe to call twice."""
