@@ -16,7 +16,7 @@ from agentlightning.errors import NotFound, Superseded
 from agentlightning.schema import FINAL_STATES, Attempt, Outcome, Rollout, RolloutState, new_id, now_ns
 from agentlightning.store.base import RETRIED
 from agentlightning.store.codec import ATTEMPT, ROLLOUT
-from agentlightning.store.tables import attempts, rollouts
+from agentlightning.store.tables import attempts, queued, rollouts, running
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _STATES = {
     Outcome.CANCELLED: RolloutState.CANCELLED,
 }
 
-_lost = (attempts.c.outcome.is_(None), attempts.c.lease_until <= bindparam("now"))
+_lost = (running, attempts.c.lease_until <= bindparam("now"))
 _LOST = (
     select(
         attempts.c.id,
@@ -44,10 +44,10 @@ _LOST = (
     .with_for_update(skip_locked=True)
 )
 _ANY_LOST = select(sa.exists().where(*_lost))
-_ANY_QUEUED = select(sa.exists().where(rollouts.c.state == QUEUED))
+_ANY_QUEUED = select(sa.exists().where(queued))
 _NEXT = (
     select(*ROLLOUT.columns)
-    .where(rollouts.c.state == QUEUED)
+    .where(queued)
     .order_by(rollouts.c.priority.desc(), rollouts.c.seq)
     .limit(bindparam("limit"))
     .with_for_update(skip_locked=True)
@@ -57,6 +57,11 @@ _BEGIN = (
     .where(rollouts.c.id.in_(bindparam("ids", expanding=True)))
     .values(state=RUNNING, attempts=rollouts.c.attempts + 1)
 )
+_ALIVE = update(attempts).where(attempts.c.id.in_(bindparam("ids", expanding=True)), running)
+_EXTEND = _ALIVE.where(attempts.c.lease_until < bindparam("now") + attempts.c.lease_s).values(
+    lease_until=bindparam("now") + attempts.c.lease_s
+)
+_EXTEND_TO = _ALIVE.where(attempts.c.lease_until < bindparam("until")).values(lease_until=bindparam("until"))
 _FOR_FINISH = (
     select(attempts.c.rollout_id, attempts.c.number, attempts.c.outcome)
     .add_columns(rollouts.c.attempts, rollouts.c.max_attempts, rollouts.c.state)
@@ -113,10 +118,11 @@ def lease(
 
 def extend(connection: Connection, attempt_ids: Sequence[str], now: float, lease_s: float | None = None) -> None:
     """A sign of life of these attempts: their leases last at least `lease_s` from now (None: as long as at first)."""
-    until = now + (attempts.c.lease_s if lease_s is None else lease_s)
     for ids in chunks(attempt_ids):
-        alive = (attempts.c.id.in_(ids), attempts.c.outcome.is_(None), attempts.c.lease_until < until)
-        connection.execute(update(attempts).where(*alive).values(lease_until=until))
+        if lease_s is None:
+            connection.execute(_EXTEND, {"ids": ids, "now": now})
+        else:
+            connection.execute(_EXTEND_TO, {"ids": ids, "until": now + lease_s})
 
 
 def finish(connection: Connection, attempt_id: str, outcome: Outcome, error: str | None) -> RolloutState:

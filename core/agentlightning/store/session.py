@@ -22,6 +22,13 @@ from agentlightning.store.tables import meta
 POLL_S = 0.03
 """Seconds after which a waiting thread looks for what other processes wrote."""
 
+_BUMP = (
+    sa.update(meta)
+    .where(meta.c.key == "seq")
+    .values(value=meta.c.value + sa.bindparam("count"))
+    .returning(meta.c.value)
+)
+
 
 class _Door:
     """What the stores of one process that open the same database share."""
@@ -89,8 +96,7 @@ class Session:
 
     def number(self, connection: sa.Connection, count: int) -> int:
         """The first of `count` new sequence numbers."""
-        bump = sa.update(meta).where(meta.c.key == "seq").values(value=meta.c.value + count).returning(meta.c.value)
-        last: int = connection.execute(bump).scalar_one()
+        last: int = connection.execute(_BUMP, {"count": count}).scalar_one()
         return last - count + 1
 
     @property

@@ -163,7 +163,7 @@ class SqlStore:
         with self._session.write() as connection:
             queue.extend(connection, attempt_ids, self._clock(), lease_s)
             for ids in chunks(attempt_ids):
-                known = select(t.attempts.c.id).where(t.attempts.c.id.in_(ids), t.attempts.c.outcome.is_(None))
+                known = select(t.attempts.c.id).where(t.attempts.c.id.in_(ids), t.running)
                 alive.update(connection.scalars(known))
         return [attempt_id for attempt_id in attempt_ids if attempt_id not in alive]
 
@@ -288,7 +288,7 @@ class SqlStore:
         return found[:limit]
 
     def unattributed(self, after_seq: int = 0) -> list[Completion]:
-        stray = (t.completions.c.attributed == sa.false(), t.completions.c.seq > after_seq)
+        stray = (t.strays, t.completions.c.seq > after_seq)
         return self._all(COMPLETION, select(*COMPLETION.columns).where(*stray).order_by(t.completions.c.seq))
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Table,
     UniqueConstraint,
     false,
+    literal_column,
 )
 
 from agentlightning.schema import RolloutState
@@ -95,14 +96,12 @@ rollouts = Table(
     _body(),
     Index("agl_rollouts_run", "run_id", "step"),
 )
-_queued = rollouts.c.state == RolloutState.QUEUED.value
-Index(
-    "agl_rollouts_queue",
-    rollouts.c.priority.desc(),
-    rollouts.c.seq,
-    sqlite_where=_queued,
-    postgresql_where=_queued,
-)
+queued = rollouts.c.state == literal_column(
+    f"'{RolloutState.QUEUED.value}'"
+)  # written out: a parameter hides the index
+for name, first in (("agl_rollouts_queue", []), ("agl_rollouts_run_queue", [rollouts.c.run_id])):
+    order = (*first, rollouts.c.priority.desc(), rollouts.c.seq)
+    Index(name, *order, sqlite_where=queued, postgresql_where=queued)
 
 attempts = Table(
     "agl_attempts",
@@ -119,8 +118,8 @@ attempts = Table(
     _int("ended_ns", nullable=True),
     UniqueConstraint("rollout_id", "number"),
 )
-_running = attempts.c.outcome.is_(None)
-Index("agl_attempts_leases", attempts.c.lease_until, sqlite_where=_running, postgresql_where=_running)
+running = attempts.c.outcome.is_(None)
+Index("agl_attempts_leases", attempts.c.lease_until, sqlite_where=running, postgresql_where=running)
 
 spans = Table(
     "agl_spans",
@@ -153,8 +152,8 @@ completions = Table(
     Column("logprobs", LargeBinary, nullable=False),
     _body(),
 )
-_strays = completions.c.attributed == false()
-Index("agl_completions_strays", completions.c.seq, sqlite_where=_strays, postgresql_where=_strays)
+strays = completions.c.attributed == false()
+Index("agl_completions_strays", completions.c.seq, sqlite_where=strays, postgresql_where=strays)
 
 rewards = Table(
     "agl_rewards",
