@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.pool import StaticPool
 
 from agentlightning.errors import StoreError
@@ -50,28 +50,20 @@ def explained(url: str) -> Iterator[None]:
 
 
 def file_of(url: str) -> Path | None:
-    """The file behind an SQLite URL; None for memory and for servers. Raises StoreError for what is no URL."""
-    parsed = _parse(url)
-    memory = parsed.database in (None, "", ":memory:")
-    return None if memory or parsed.get_backend_name() != "sqlite" else Path(str(parsed.database)).absolute()
-
-
-def _parse(url: str) -> sa.URL:
+    """The file behind a store's URL; None for one in memory. Raises StoreError for what is no such URL."""
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise StoreError(
-            f"{url!r} is not a store URL: write sqlite:///path/to/file.db, or sqlite:// for memory."
-        ) from error
-    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
-        raise StoreError(f"no store speaks {parsed.drivername!r}: use sqlite:///path/to/file.db or postgresql://...")
-    return parsed
+        raise StoreError(f"{url!r} is not a store URL: write sqlite:///path/to/file.db or sqlite://.") from error
+    if parsed.drivername not in ("sqlite", "sqlite+pysqlite"):
+        raise StoreError(f"no store speaks {parsed.drivername!r}: use sqlite:///path/to/file.db.")
+    return None if parsed.database in (None, "", ":memory:") else Path(str(parsed.database)).absolute()
 
 
 def open_engine(url: str, create: bool = True) -> sa.Engine:
     """An engine with our tables in it. Raises StoreError where the database is absent, strange or of another version."""
     with explained(url):
-        engine = _sqlite(url, create) if _parse(url).get_backend_name() == "sqlite" else _server(url)
+        engine = _sqlite(url, create)
         try:
             _prepare(engine, url)
         except BaseException:
@@ -80,17 +72,9 @@ def open_engine(url: str, create: bool = True) -> sa.Engine:
         return engine
 
 
-def insert(engine: sa.Engine, table: sa.Table) -> Any:
+def insert(table: sa.Table) -> sqlite.Insert:
     """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
-    make: dict[str, Callable[[sa.Table], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-    return make[engine.dialect.name](table)
-
-
-def _server(url: str) -> sa.Engine:
-    try:
-        return sa.create_engine(url, pool_pre_ping=True)
-    except ModuleNotFoundError as error:
-        raise StoreError(f"the driver of {url} is not installed: pip install {error.name}") from error
+    return sqlite.insert(table)
 
 
 def _sqlite(url: str, create: bool) -> sa.Engine:
@@ -104,7 +88,7 @@ def _sqlite(url: str, create: bool) -> sa.Engine:
             raise StoreError(f"there is no store at {path}: check the URL, or train something first.")
         path.parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"pool_size": 16, "max_overflow": -1, "pool_use_lifo": True}
-        args = {"check_same_thread": False} | ({} if "timeout" in _parse(url).query else {"timeout": BUSY_S})
+        args = {"check_same_thread": False} | ({} if "timeout" in sa.make_url(url).query else {"timeout": BUSY_S})
         engine = sa.create_engine(url, connect_args=args, **options)
     sa.event.listen(engine, "connect", _connected)
     sa.event.listen(engine, "begin", _begin)

@@ -11,12 +11,11 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import sqlalchemy as sa
 
 from agentlightning.errors import StoreError
-from agentlightning.store.database import explained, file_of, insert, open_engine
+from agentlightning.store.database import explained, file_of, open_engine
 from agentlightning.store.tables import meta
 
 POLL_S = 0.03
@@ -59,7 +58,7 @@ class Session:
     def __init__(self, url: str, create: bool = True) -> None:
         self.url = url
         self._file = file_of(url)
-        self._in_memory = self._file is None and sa.make_url(url).get_backend_name() == "sqlite"
+        self._in_memory = self._file is None
         self._engine = open_engine(url, create)
         self._closed = False
         self._attach()
@@ -67,13 +66,10 @@ class Session:
     def _attach(self) -> None:
         self._pid = os.getpid()
         with _doors_lock:
-            key = str(self._file or (id(self) if self._in_memory else self.url))
+            key = os.path.realpath(self._file) if self._file else f"memory {id(self)}"
             self._door = _doors.setdefault(key, _Door())
         self._writer = self._engine.execution_options(agl_write=True)
         self._durable = self._engine.execution_options(agl_write=True, agl_durable=True)
-
-    def insert(self, table: sa.Table) -> Any:
-        return insert(self._engine, table)
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -127,5 +123,6 @@ class Session:
         if self._pid != os.getpid():
             if self._in_memory:
                 raise StoreError("a store in memory cannot follow into another process: use sqlite:///path/to/file.db.")
-            self._engine.dispose(close=False)  # the parent's connections are the parent's
+            self._inherited = self._engine.pool  # closing the parent's connections would be the parent's loss
+            self._engine.dispose(close=False)
             self._attach()

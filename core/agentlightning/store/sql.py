@@ -36,6 +36,7 @@ from agentlightning.store import queue, reads
 from agentlightning.store import tables as t
 from agentlightning.store.base import LEASE_S
 from agentlightning.store.codec import ATTEMPT, COMPLETION, RESOURCE, REWARD, ROLLOUT, RUN, SPAN, STEP, Codec
+from agentlightning.store.database import insert
 from agentlightning.store.owners import refuse_rival
 from agentlightning.store.queue import chunks
 from agentlightning.store.session import Session
@@ -53,7 +54,6 @@ class SqlStore:
         self.url = url
         self._session = Session(url, create)
         self._clock = clock
-        insert = self._session.insert
         self._new: dict[str, Any] = {
             table.name: insert(table).on_conflict_do_nothing()
             for table in (t.steps, t.resources, t.rollouts, t.completions, t.rewards)

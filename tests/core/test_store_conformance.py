@@ -1,0 +1,28 @@
+"""The store's contract on each store that we have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentlightning.store import open_store
+from agentlightning.store.base import Store
+from tests.conformance.store import StoreSuite
+
+
+class TestSqliteFile(StoreSuite):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        store = open_store(f"sqlite:///{tmp_path / 'agl.db'}")
+        yield store
+        store.close()
+
+
+class TestSqliteMemory(StoreSuite):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = open_store("sqlite://")
+        yield store
+        store.close()
