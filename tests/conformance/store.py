@@ -491,6 +491,7 @@ class Happenings:
         assert episode.attempt is not None and episode.attempt.id == second.id
         assert [one.name for one in episode.spans] == ["won"]
         assert [one.value for one in episode.rewards] == [2] and len(episode.completions) == 1
+        assert episode.superseded == 1, "the call of the attempt that was lost"
         kept = store.trace(first.id)
         assert [one.name for one in kept.spans] == ["lost", "late"], "kept, and never used"
 
@@ -502,17 +503,20 @@ class Happenings:
         found = store.episodes(["c", "b", "a"])
         assert [one.rollout.id for one in found] == ["c", "b", "a"]
         assert [one.attempt is None for one in found] == [False, True, False], "b has not ended"
+        assert [one.superseded for one in found] == [0, 0, 0]
         assert store.episodes([]) == []
         with pytest.raises(NotFound, match="zzz"):
             store.episodes(["a", "zzz"])
 
     def test_an_attempt_that_timed_out_does_not_decide_a_cancelled_rollout(self, store: Store) -> None:
         attempt = begin(store, max_attempts=2)
+        store.add(completions=[completion(attempt.id), completion(attempt.id)])
         store.finish(attempt.id, Outcome.TIMEOUT)
         store.cancel(["r1"])
         store.enqueue([rollout("r2")])
         store.cancel(["r2"])
-        assert [one.attempt for one in store.episodes(["r1", "r2"])] == [None, None]
+        found = store.episodes(["r1", "r2"])
+        assert [(one.attempt, one.superseded) for one in found] == [(None, 2), (None, 0)]
 
     def test_ids_are_found_by_their_beginning(self, store: Store) -> None:
         attempt = begin(store, "abc1")

@@ -21,6 +21,12 @@ _KNOWN_ROLLOUTS = select(t.rollouts.c.id).where(t.rollouts.c.id.in_(_ids))
 _ENDED = _KNOWN_ROLLOUTS.where(t.rollouts.c.state.in_(queue.FINAL))
 _ROLLOUTS = select(*ROLLOUT.columns).where(t.rollouts.c.id.in_(_ids))
 _ATTEMPTS_OF = select(*ATTEMPT.columns).where(t.attempts.c.rollout_id.in_(_ids))
+_CALLS_BY_ATTEMPT = (
+    select(t.attempts.c.rollout_id, t.attempts.c.id, sa.func.count())
+    .join(t.completions, t.completions.c.attempt_id == t.attempts.c.id)
+    .where(t.attempts.c.rollout_id.in_(_ids), t.attempts.c.outcome.is_not(None))
+    .group_by(t.attempts.c.rollout_id, t.attempts.c.id)
+)
 _HAPPENED: tuple[tuple[Codec[Any], sa.Select[Any]], ...] = tuple(
     (codec, select(*codec.columns).where(table.c.attempt_id.in_(_ids)).order_by(table.c.seq))
     for codec, table in ((SPAN, t.spans), (COMPLETION, t.completions), (REWARD, t.rewards))
@@ -83,6 +89,16 @@ def deciding(connection: Connection, found: dict[str, Rollout]) -> dict[str, Att
             if attempt.number == rollout.attempts and attempt.outcome == rollout.outcome:
                 decided[rollout.id] = attempt
     return decided
+
+
+def superseded(connection: Connection, found: dict[str, Rollout], decided: dict[str, Attempt]) -> dict[str, int]:
+    """By rollout: how many calls its attempts made that ended and did not decide it."""
+    counts = dict.fromkeys(found, 0)
+    for ids in chunks(rollout.id for rollout in found.values() if rollout.attempts > (rollout.id in decided)):
+        for rollout_id, attempt_id, count in connection.execute(_CALLS_BY_ATTEMPT, {"ids": ids}):
+            if rollout_id not in decided or decided[rollout_id].id != attempt_id:
+                counts[rollout_id] += count
+    return counts
 
 
 _Happened = tuple[list[Span], list[Completion], list[Reward]]

@@ -267,11 +267,12 @@ class SqlStore:
             found = reads.rollouts(connection, rollout_ids)
             decided = reads.deciding(connection, found)
             records = reads.records(connection, [attempt.id for attempt in decided.values()])
+            superseded = reads.superseded(connection, found, decided)
         episodes = []
         for rollout_id in rollout_ids:
             attempt = decided.get(rollout_id)
             happened = records[attempt.id] if attempt else ([], [], [])
-            episodes.append(Episode(found[rollout_id], attempt, *happened))
+            episodes.append(Episode(found[rollout_id], attempt, *happened, superseded[rollout_id]))
         return episodes
 
     def trace(self, attempt_id: str) -> Episode:
