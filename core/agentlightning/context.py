@@ -104,6 +104,14 @@ def current() -> Scope | None:
     return token.scope if token is not None else None
 
 
+def surrounding() -> Scope | None:
+    """Like `current`, without the scopes that do not last: the agent or tool around a model call that may be open."""
+    token = _top.get()
+    while token is not None and not token.lasting:
+        token = token.above
+    return token.scope if token is not None else None
+
+
 def set_scope(scope: Scope, *, lasting: bool = True) -> Token:
     """Enters a scope, for callbacks that cannot use a `with` block.
 
