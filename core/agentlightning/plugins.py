@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pluggy
 
 from agentlightning import hooks
-from agentlightning.errors import PluginError
+from agentlightning.errors import ConfigError, PluginError
 from agentlightning.recorder import CurrentRecorder
 
 logger = logging.getLogger(__name__)
@@ -122,3 +123,17 @@ def install(name: str) -> Callable[[], None]:
     if undo is None:
         raise PluginError(f"adapter {name!r} cannot listen globally: use `agl.callback({name!r})`.")
     return undo  # type: ignore[no-any-return]
+
+
+def algorithm(name: str, /, **knobs: Any) -> Any:
+    """An algorithm by name, such as `agl.algorithm("grpo", model="path-or-name", agents=["writer"])`.
+
+    Raises PluginError as `load` does, and ConfigError for a knob that the algorithm does not have.
+    """
+    make = load(ALGORITHMS, name)
+    try:
+        inspect.signature(make).bind(**knobs)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(make).parameters)
+        raise ConfigError(f"algorithm {name!r}: {error}; its knobs are: {known}.") from error
+    return make(**knobs)
