@@ -1,1 +1,59 @@
+"""The `agl` command: what a store holds, for people and (`--json`) for programs.
 
+Commands import what they need when they run, so that `agl --help` answers at once. Whatever goes wrong on purpose is
+one line on stderr that names the cure, and exit code 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from agentlightning.errors import AgentLightningError
+
+app = typer.Typer(
+    help="Look into what agents did and what training made of it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+StoreUrl = Annotated[str, typer.Option("--store", envvar="AGL_STORE", help="URL of the store.", metavar="URL")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with everything, for programs.")]
+DEFAULT_STORE = "sqlite:///agl.db"
+
+
+@app.callback()
+def _agl() -> None:
+    """Makes each command a word of its own, however few there are."""
+
+
+@app.command()
+def runs(store: StoreUrl = DEFAULT_STORE, json: AsJson = False) -> None:
+    """List the runs, oldest first."""
+    from agentlightning.cli.runs import print_runs
+
+    print_runs(store, json)
+
+
+@app.command()
+def show(
+    record: Annotated[str, typer.Argument(help="Id of a run, rollout or attempt, or its beginning.", metavar="ID")],
+    store: StoreUrl = DEFAULT_STORE,
+    json: AsJson = False,
+) -> None:
+    """Show a rollout or one attempt as a tree: agents, calls, tokens, rewards. A run is shown as its rollouts."""
+    from agentlightning.cli.show import print_record
+
+    print_record(record, store, json)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs `agl` and ends the process: 0 when done, 2 for an error with its cure on stderr."""
+    try:
+        app(args=args, prog_name="agl")
+    except AgentLightningError as error:
+        typer.echo(f"agl: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(2) from None
