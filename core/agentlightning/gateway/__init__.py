@@ -1,1 +1,9 @@
+"""An OpenAI-compatible proxy: the next service in the trace, and the only place that sees the sampled ids.
 
+A request is read (`identity`), looked up (`directory`), shaped (`sampling`), sent (`upstream`), answered (`proxy`,
+`stream`) and recorded (`capture`, `checks`, `writer`).
+"""
+
+from agentlightning.gateway.server import Gateway
+
+__all__ = ["Gateway"]

@@ -1,0 +1,128 @@
+"""Puts completions into the store, off the event loop: one thread, one transaction for all that has come in.
+
+The gateway never waits for the store. `flush` is the barrier: what was handed in before it is committed when it returns.
+A store that fails is tried again; what it still refuses is counted, logged, and makes the next `flush` raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from agentlightning.errors import GatewayError
+from agentlightning.schema import Completion, Span
+from agentlightning.store.base import Store
+
+logger = logging.getLogger("agentlightning.gateway")
+
+Record = Completion | Span
+
+LINGER_S = 0.02
+"""Seconds a record waits for others to share its transaction; `flush` ends the wait."""
+
+
+class _Failure(msgspec.Struct):
+    records: int = 0
+    cause: str = ""
+
+
+class Writer:
+    """`sleep(seconds)` is called between tries; `tries` per transaction."""
+
+    def __init__(self, store: Store, *, tries: int = 6, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._store, self._tries = store, tries
+        self._changed = threading.Condition()
+        self._waiting: list[Record] = []
+        self._handed_in = self._settled = 0
+        self._hurry = self._closing = False
+        self._failure = _Failure()
+        self._sleep = sleep
+        self._thread = threading.Thread(target=self._run, name="agl-gateway-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, *records: Record) -> None:
+        """Never blocks, never raises."""
+        with self._changed:
+            if self._closing:
+                logger.error("%d records came after the gateway was closed and are lost", len(records))
+                self._failure = _Failure(self._failure.records + len(records), "the gateway was closed")
+                return
+            self._waiting.extend(records)
+            self._handed_in += len(records)
+            if len(self._waiting) == len(records):
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Returns when all that was handed in is committed. Raises GatewayError when some of it could not be."""
+        with self._changed:
+            goal = self._handed_in
+            while self._settled < goal and self._thread.is_alive():
+                self._hurry = True
+                self._changed.notify_all()
+                self._changed.wait()
+            failure, self._failure = self._failure, _Failure()
+        if failure.records:
+            raise GatewayError(
+                f"{failure.records} records of model calls could not be stored ({failure.cause}): mend the store (space, "
+                "permissions, other processes that lock it) and run the step again."
+            )
+
+    def close(self) -> None:
+        """Stores what is left and ends the thread; raises like `flush`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.flush()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            self._store_all(batch)
+            with self._changed:
+                self._settled += len(batch)
+                self._changed.notify_all()
+
+    def _next(self) -> list[Record]:
+        """The next batch; empty when the writer is closed and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            if not self._hurry and not self._closing:
+                self._changed.wait_for(lambda: self._hurry or self._closing, LINGER_S)
+            self._hurry = False
+            batch, self._waiting = self._waiting, []
+            return batch
+
+    def _store_all(self, batch: list[Record]) -> None:
+        """All at once; when that does not work, one by one, so that one bad record takes none with it."""
+        cause = self._try(batch)
+        if cause is None:
+            return
+        logger.warning("the store refused %d records (%s); trying them one by one", len(batch), cause)
+        for record in batch:
+            cause = self._try([record], tries=1)
+            if cause is not None:
+                logger.error("model call %s is lost: the store refused it: %s", record.id, cause)
+                with self._changed:
+                    self._failure = _Failure(self._failure.records + 1, cause)
+
+    def _try(self, batch: list[Record], tries: int | None = None) -> str | None:
+        """None when stored, else why not."""
+        completions = [record for record in batch if isinstance(record, Completion)]
+        spans = [record for record in batch if isinstance(record, Span)]
+        cause = ""
+        for again in range(tries or self._tries):
+            if again:
+                self._sleep(0.05 * 2**again)
+            try:
+                self._store.add(spans=spans, completions=completions)
+                return None
+            except Exception as error:  # noqa: BLE001  # whatever a store raises, the thread must live on for the calls that follow
+                cause = f"{type(error).__name__}: {error}"
+        return cause
