@@ -139,4 +139,6 @@ class Server:
             task.cancel()
         if tasks:
             loop.run_until_complete(asyncio.wait(tasks))
+        for _ in range(3):  # a transport closes its socket some rounds after it was told to
+            loop.run_until_complete(asyncio.sleep(0))
         loop.close()

@@ -10,6 +10,7 @@ import msgspec
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.directory import Place, Target
+from agentlightning.gateway.wire import dumps
 from agentlightning.schema import Rollout
 
 Json = dict[str, Any]
@@ -69,8 +70,7 @@ class Seeds:
 
     def take(self, place: Place, path: str, messages: Any) -> tuple[bytes, int]:
         """The question's digest and how often it was asked before."""
-        material = msgspec.json.encode([path, messages], order="deterministic", enc_hook=str)
-        digest = hashlib.blake2b(material, digest_size=16).digest()
+        digest = hashlib.blake2b(dumps([path, messages], ordered=True), digest_size=16).digest()
         asked = self._taken.setdefault(place.attempt.id, {})
         self._taken.move_to_end(place.attempt.id)
         while len(self._taken) > self._size:

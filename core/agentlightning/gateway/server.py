@@ -134,3 +134,5 @@ class Gateway:
             await self._server.serve(sockets=[self._socket])
         finally:
             self._door.proxy.close()
+            for _ in range(3):  # a transport closes its socket some rounds after it was told to
+                await asyncio.sleep(0)
