@@ -86,6 +86,8 @@ class FakeEngine:
         """`models`: others are refused with 404; empty: all are served. `stamp`: `body`, `header`, `both`, `none`."""
         self.reply: Script = (lambda _: reply) if isinstance(reply, str) else reply or echo
         self.version, self.models, self.stamp, self.chunk_tokens = version, tuple(models), stamp, chunk_tokens
+        self.before_chunk: Callable[[int], Awaitable[None]] | None = None
+        """Awaited before each chunk of a stream, with its number."""
         self.requests: list[Seen] = []
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -206,6 +208,8 @@ class FakeEngine:
                 break
             if fault and kind == "slow":
                 await asyncio.sleep(fault.delay)
+            if self.before_chunk is not None:
+                await self.before_chunk(sent)
             chunk = {**head, "choices": [choice]}
             if sent == 0 and body.get("return_token_ids") and kind not in ("no_ids", "no_prompt_ids"):
                 chunk["prompt_token_ids"] = prompt
