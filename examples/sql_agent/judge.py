@@ -1,0 +1,58 @@
+"""Answers are judged by what a query returns, never by its text."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+Row = tuple[Any, ...]
+
+
+def run_query(database: Path | str, sql: str, seconds: float = 2.0, max_rows: int = 10_000) -> list[Row]:
+    """Rows of `sql` on a read-only connection. Raises sqlite3.Error: wrong SQL, a write, or longer than `seconds`."""
+    uri = f"{Path(database).resolve().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as connection:
+        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10_000_000)
+        connection.execute("PRAGMA query_only = ON")
+        end = time.monotonic() + seconds
+        connection.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+        rows: list[Row] = connection.execute(sql).fetchmany(max_rows + 1)
+    if len(rows) > max_rows:
+        raise sqlite3.OperationalError(f"more than {max_rows} rows")
+    return rows
+
+
+def canonical_cell(value: object) -> object:
+    """NULL stays; whole floats become ints, others have 4 decimals (6 significant digits from 1e6 up); bytes are hex."""
+    if isinstance(value, bytes):
+        return f"x'{value.hex()}'"
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    rounded = float(f"{value:.6g}") if abs(value) >= 1e6 else round(value, 4)
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def canonical(rows: list[Row], compare: str) -> list[list[object]]:
+    """Rows in the form that is compared: `ordered` keeps their order, `multiset` sorts by their JSON text."""
+    if compare not in ("ordered", "multiset"):
+        raise ValueError(f"compare is {compare!r}: use 'ordered' or 'multiset'.")
+    table = [[canonical_cell(cell) for cell in row] for row in rows]
+    return table if compare == "ordered" else sorted(table, key=lambda row: json.dumps(row, ensure_ascii=False))
+
+
+def same_answer(database: Path | str, gold_sql: str, sql: str | None, compare: str = "multiset") -> bool:
+    """Whether `sql` returns what `gold_sql` returns. A query that fails is a wrong answer; a failing gold query raises."""
+    gold = canonical(run_query(database, gold_sql), compare)
+    if sql is None:
+        return False
+    try:
+        return canonical(run_query(database, sql), compare) == gold
+    except (sqlite3.Error, sqlite3.Warning, ValueError):
+        return False

@@ -1,0 +1,137 @@
+"""Makes a language model on the spot: a byte-level BPE tokenizer and a Llama of under a million parameters.
+
+It is warm-started on logs of a mediocre agent and saved as an ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .logs import Demonstration
+
+ROLES = ("system", "user", "assistant", "tool")
+END, PAD = "<|end|>", "<|pad|>"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_PIECES = r" ?\p{L}+| ?\p{N}{1,2}|\n| ?[^\s\p{L}\p{N}]+|\s"
+
+
+def make_tokenizer(texts: list[str], vocabulary: int = 1400) -> Any:
+    """A byte-level BPE tokenizer, learned from `texts`, in which nearly every word and number of them is one token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(tokenizer: Any, seed: int, *, hidden: int = 128, layers: int = 4, feed: int = 320, context: int = 256) -> Any:
+    """An untrained Llama in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=feed,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def encode(demonstration: Demonstration, tokenizer: Any) -> tuple[list[int], int]:
+    """Token ids of a call, the closing token included, and how many of them are prompt."""
+    prompt = "".join(f"<|{role}|>{text}<|end|>" for role, text in demonstration.messages) + "<|assistant|>"
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answer = tokenizer(demonstration.answer + END, add_special_tokens=False)["input_ids"]
+    return prompt_ids + answer, len(prompt_ids)
+
+
+def warm_start(
+    model: Any,
+    examples: list[tuple[list[int], int]],
+    *,
+    steps: int,
+    batch: int = 64,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> float:
+    """Supervised training on the answers; returns the last loss. Sequences of like length share a batch."""
+    import torch
+
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    loss_value = float("nan")
+    for step, rows in zip(range(steps), _batches(examples, batch, seed), strict=False):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate * _schedule(step / steps)
+        loss = _answer_loss(model, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        if step % 20 == 0 or step == steps - 1:
+            loss_value = loss.item()
+            progress(step, loss_value)
+    model.eval()
+    return loss_value
+
+
+def _schedule(done: float) -> float:
+    """Warm-up over 4 %, constant, then linear to 0 over the last 40 %."""
+    return min(1.0, done / 0.04 + 0.02, (1 - done) / 0.4)
+
+
+def _batches(examples: list[tuple[list[int], int]], batch: int, seed: int) -> Iterator[list[tuple[list[int], int]]]:
+    import random
+
+    rng = random.Random(seed)
+    while True:
+        order = rng.sample(range(len(examples)), len(examples))
+        for chunk in range(0, len(order), batch * 16):
+            near = sorted(order[chunk : chunk + batch * 16], key=lambda i: len(examples[i][0]))
+            starts = list(range(0, len(near), batch))
+            rng.shuffle(starts)
+            for start in starts:
+                yield [examples[i] for i in near[start : start + batch]]
+
+
+def _answer_loss(model: Any, rows: list[tuple[list[int], int]]) -> Any:
+    """Mean cross entropy of the answer tokens. Padding stands at the right, so a causal model never sees it."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row, _ in rows])
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    where = torch.tensor([[k >= prompt - 1 and k < len(row) - 1 for k in range(longest)] for row, prompt in rows])
+    targets = torch.roll(ids, -1, dims=1)[where]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[where]), targets)
