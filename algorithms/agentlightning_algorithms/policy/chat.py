@@ -74,7 +74,7 @@ class Chat:
     def _message(self, message: Any, number: int) -> dict[str, Any]:
         if not isinstance(message, dict):
             raise ChatError(f"messages[{number}] is not an object.")
-        clean = {key: value for key, value in _scrub(message).items() if value is not None}
+        clean: dict[str, Any] = {key: value for key, value in _scrub(message).items() if value is not None}
         clean["role"] = clean.get("role") or _role(clean, number)
         clean["content"] = _content(clean.get("content"), number)
         if clean.get("tool_calls"):
@@ -105,7 +105,8 @@ class Chat:
 
     def _probe(self, arguments: Any) -> str:
         call = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": arguments}}
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, answer]
         try:
             return self._template(messages, {})
         except ChatError:

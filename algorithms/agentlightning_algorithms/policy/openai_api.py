@@ -76,7 +76,7 @@ def parse(body: Any, chat: Chat, *, models: Sequence[str], context: int, is_chat
         raise ApiError("the body must be a JSON object.")
     _refuse_unsupported(body)
     model = body.get("model")
-    if model not in models:
+    if not isinstance(model, str) or model not in models:
         raise ApiError(f"no model {model!r} here; served: {', '.join(models)}.", status=404, code="model_not_found")
     tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
     if is_chat:

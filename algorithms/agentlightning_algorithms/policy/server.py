@@ -57,7 +57,7 @@ class Server:
             Route("/v1/models", self._models),
             Route("/control/{verb}", self._command, methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={AgentLightningError: _refusal})  # type: ignore[dict-item]
+        return Starlette(routes=routes, exception_handlers={AgentLightningError: _refusal})
 
     # ---- OpenAI
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 _ROUND = 64
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):
     """See the module. `begin` says where the next forward pass reads and writes."""
 
     def __init__(self) -> None:
@@ -44,6 +44,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Grows to hold `slots` slots of `length` tokens; contents stay."""
         if length > self.length:
             length = max(length, min(2 * self.length, self.length + 1024))
+        if slots > self.slots:
+            slots = max(slots, min(2 * self.slots, self.slots + 16))
         slots, length = max(slots, self.slots), max(self.length, -(-length // _ROUND) * _ROUND)
         if (slots, length) == (self.slots, self.length):
             return

@@ -116,7 +116,7 @@ class Engine:
                     command.result.set_result(command.run())
             except AgentLightningError as error:
                 command.result.set_exception(error)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whoever gave the command gets its error
                 traceback.print_exc(file=sys.stderr)
                 command.result.set_exception(PolicyError(f"{type(error).__name__}: {error}"))
 
@@ -158,7 +158,7 @@ class Engine:
             changed += lane.sweep()
             try:
                 changed += lane.step()
-            except Exception as error:  # one bad step must not end the service: its jobs fail, the rest goes on
+            except Exception as error:  # noqa: BLE001 - one bad step fails its jobs, the service goes on
                 traceback.print_exc(file=sys.stderr)
                 changed += lane.fail(f"{type(error).__name__}: {error}")
         if changed:

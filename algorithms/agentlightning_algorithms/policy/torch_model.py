@@ -49,7 +49,7 @@ class Network:
             positions = positions.clamp(max=self._last_position)
         words = {self._cache_word: cache, "use_cache": cache is not None}
         out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **words)
-        return out[0]  # type: ignore[no-any-return]
+        return out[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] in float32."""
@@ -58,7 +58,7 @@ class Network:
             logits = logits * self._scale
         if self._softcap:
             logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     def each(self, adapters: list[str | None]) -> AbstractContextManager[None]:
         """Inside, row i of a batch is answered by adapter i."""

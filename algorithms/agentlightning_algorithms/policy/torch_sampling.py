@@ -85,7 +85,7 @@ def _cut_row(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
 def _inverse_cdf(probabilities: Tensor, uniforms: list[float]) -> Tensor:
     """The first token whose cumulated mass exceeds u * total; never one of probability 0."""
     cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    total = cumulated[:, -1:]
+    total = cumulated[:, -1:].contiguous()
     aim = torch.tensor(uniforms, dtype=torch.float64, device=probabilities.device)[:, None] * total
     last = torch.searchsorted(cumulated, total)
     return torch.minimum(torch.searchsorted(cumulated, aim, right=True), last)[:, 0]

@@ -147,7 +147,11 @@ class Worker:
     def _save(self, body: bytes) -> Any:
         from .torch_checkpoint import save
 
-        return self.engine.call(lambda: encode(save(self.weights, Path(decode(body, str)))))
+        def run() -> bytes:
+            save(self.weights, Path(decode(body, str)))
+            return encode(None)
+
+        return self.engine.call(run)
 
     def _load(self, body: bytes) -> Any:
         from .torch_checkpoint import load
