@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -51,12 +52,7 @@ class Gateway:
 
     def start(self) -> Self:
         """Serves from now on. Raises GatewayError when the address cannot be used."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((self._host, self._port), family=family, backlog=2048)
-        except OSError as error:
-            where = f"{self._host}:{self._port}"
-            raise GatewayError(f"the gateway cannot listen on {where} ({error}): choose another port, or 0.") from error
+        self._socket = _listen(self._host, self._port)
         self._port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             self._door.app,
@@ -136,3 +132,18 @@ class Gateway:
             self._door.proxy.close()
             for _ in range(3):  # a transport closes its socket some rounds after it was told to
                 await asyncio.sleep(0)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    # The protocol must be named: asyncio sets TCP_NODELAY only then, and without it each answer waits 40 ms.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise GatewayError(f"the gateway cannot listen on {host}:{port} ({error}): choose another, or port 0.") from error
+    return listener
