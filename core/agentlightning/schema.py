@@ -6,10 +6,11 @@ NumPy arrays and travel as raw little-endian bytes, never as lists in validated 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -283,7 +284,7 @@ class Transition(msgspec.Struct):
     selector: str
     """The entry of `agents=` that chose it; the policy's adapters bear these names."""
     reward: float
-    """The return of its trajectory plus what was given to this call alone."""
+    """What was given to this call alone; 0 where nothing was."""
     advantage: float = math.nan
     """NaN until an algorithm sets it; NaN never reaches an update."""
 
@@ -295,7 +296,7 @@ class Trajectory(msgspec.Struct):
     attempt_id: str
     path: str
     reward: float
-    """Return of this agent in this rollout."""
+    """Return: the rollout's reward, plus this agent's own, plus those of its calls."""
     transitions: list[Transition]
 
 
@@ -316,11 +317,19 @@ class Episode(msgspec.Struct):
     spans: list[Span]
     completions: list[Completion]
     rewards: list[Reward]
+    superseded: int = 0
+    """Calls of attempts that did not decide; kept, never used."""
 
 
 def leaf(path: str) -> str:
     """Last part of an agent path."""
     return path.rpartition("/")[2]
+
+
+def selector_of(selectors: Sequence[str], path: str) -> str | None:
+    """The first selector that means this agent: its name, its whole path, or a glob over the path; else None."""
+    name = leaf(path)
+    return next((s for s in selectors if s in (name, path) or fnmatch.fnmatchcase(path, s)), None)
 
 
 def finite(value: object, what: str = "reward") -> float:

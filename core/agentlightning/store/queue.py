@@ -140,6 +140,20 @@ def finish(connection: Connection, attempt_id: str, outcome: Outcome, error: str
     return _end(connection, attempt_id, rollout_id, outcome, error, outcome in RETRIED and latest < most)
 
 
+def release(connection: Connection, worker: str) -> None:
+    """Queues again what a worker held that is known to be gone. Its attempts end, but are not counted against the limit:
+    the fault was not theirs."""
+    held = (
+        select(attempts.c.id, attempts.c.rollout_id)
+        .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
+        .where(running, attempts.c.worker == worker)
+    )
+    for attempt_id, rollout_id in connection.execute(held).all():
+        one_more = update(rollouts).where(rollouts.c.id == rollout_id)
+        connection.execute(one_more.values(max_attempts=rollouts.c.max_attempts + 1))
+        _end(connection, attempt_id, rollout_id, Outcome.INFRA_ERROR, f"its worker {worker} is gone", True)
+
+
 def cancel(connection: Connection, rollout_ids: Sequence[str]) -> None:
     """Ends what has not ended."""
     ended = {"outcome": Outcome.CANCELLED.value, "ended_ns": now_ns()}

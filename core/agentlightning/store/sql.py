@@ -79,6 +79,8 @@ class SqlStore:
                 return run
             run = RUN.record(row)
             refuse_rival(run, owner, now)
+            if run.owner and run.owner != owner:
+                queue.release(connection, run.owner)
             run.state, run.owner, run.lease_until = "running", owner, now + lease_s
             held = {"state": run.state, "owner": owner, "lease_until": run.lease_until}
             connection.execute(update(t.runs).where(t.runs.c.id == run.id).values(**held))

@@ -1,0 +1,343 @@
+"""What an algorithm works with: sample rollouts, publish what they read next, report what a step brought.
+
+    def run(self, loop):
+        policy = loop.serve(make_policy())
+        for step in loop.steps(self.steps):
+            episodes = loop.sample(loop.draw(8), n=8)
+            ...
+            loop.report({"loss": 0.1})
+
+A step is finished when `report` returns: its checkpoint and its record are on disk. Everything in between can be killed
+and is taken up again from the last finished step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import pluggy
+
+from agentlightning import plugins
+from agentlightning.errors import ConfigError, NothingToTrain, RolloutError, UnknownAgent
+from agentlightning.evaluation import Evaluation, evaluation_of
+from agentlightning.schema import FINAL_STATES, Endpoint, Episode, Resource, Rollout, Run, Step, now_ns, selector_of
+from agentlightning.store.base import Store
+from agentlightning.tasks import Task, digest, draw
+from agentlightning.trajectory import Batch, Ledger, collect, rollout_reward
+
+PATIENCE = 5
+"""Steps in a row that may give nothing to train before a run stops."""
+
+EVALUATIONS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0}}
+"""What `val` tasks are run with, before the first step and after the last one."""
+
+
+class Serving(Protocol):
+    """The part of a policy that the loop handles; see `policy/base.py` of the algorithms for the whole."""
+
+    version: int
+
+    def start(self) -> Endpoint: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+    def close(self) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who is told how far things are: the progress display."""
+
+    def sampling(self, title: str, total: int) -> None: ...
+    def finished(self, episodes: Sequence[Episode]) -> None: ...
+    def step(self, step: Step, total: int) -> None: ...
+    def evaluated(self, evaluation: Evaluation) -> None: ...
+
+
+PolicyT = TypeVar("PolicyT", bound=Serving)
+
+
+class Loop:
+    """One run, as its algorithm sees it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: Run,
+        folder: Path,
+        *,
+        train: Sequence[Task],
+        val: Sequence[Task] = (),
+        seed: int = 0,
+        timeout_s: float | None = None,
+        max_attempts: int = 2,
+        observers: pluggy.PluginManager | None = None,
+        watcher: Watcher | None = None,
+        strays: Callable[[], int] | None = None,
+        check: Callable[[Collection[str]], None] | None = None,
+    ) -> None:
+        """`strays`: counts calls that name no attempt. `check`: refuses a program that asks for unknown resources."""
+        self.store, self.run, self.folder = store, run, folder
+        self.train, self.val, self.seed = list(train), list(val), seed
+        self.history = store.steps(run.id)
+        """Finished steps, those before a restart included."""
+        self.before: dict[str, Evaluation] = {}
+        self.after: dict[str, Evaluation] = {}
+        self.policy: Serving | None = None
+        self.total = 0
+        self._number = len(self.history)
+        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._observers = observers or plugins.manager()
+        self._watcher = watcher
+        self._strays = strays or (lambda: 0)
+        self._check = check
+        self._strays_before = 0
+        self._endpoint: Endpoint | None = None
+        self._resources: dict[str, int] = {}
+        self._known_agents: Counter[str] = Counter()
+        self._batch: Batch | None = None
+        self._episodes: list[Episode] = []
+        self._idle = 0
+
+    @property
+    def done(self) -> int:
+        """Number of the last finished step; 0 before the first."""
+        return len(self.history)
+
+    # What runs read.
+
+    def serve(self, policy: PolicyT) -> PolicyT:
+        """Starts a policy, at the last finished step's checkpoint if there is one, and publishes it as `policy`."""
+        self.policy = policy
+        self._endpoint = policy.start()
+        checkpoint = self.history[-1].checkpoint if self.history else None
+        if checkpoint is not None:
+            policy.load(Path(checkpoint))
+        self._publish_policy()
+        return policy
+
+    def publish(self, *resources: Resource) -> None:
+        """Makes these versions the ones that rollouts from now on read; without arguments: the policy's new weights."""
+        if not resources:
+            return self._publish_policy()
+        self.store.publish(self.run.id, resources)
+        for resource in resources:
+            self._resources[resource.name] = resource.version
+            plugins.notify(self._observers, "agl_resource_published", resource=resource)
+
+    def _publish_policy(self) -> None:
+        if self.policy is None or self._endpoint is None:
+            raise ConfigError("there is no policy to publish: call loop.serve(policy) first, or publish resources.")
+        if self._resources.get("policy") != self.policy.version:
+            value = msgspec.to_builtins(self._endpoint)
+            self.publish(Resource("policy", self.policy.version, "policy", value))
+
+    # Steps.
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Numbers of the steps that are still to do; evaluates `val` before the first step and after the last one.
+
+        Raises RolloutError when a step was not reported.
+        """
+        self.total = total
+        self.before = self._evaluate("before", 0)
+        for number in range(self.done + 1, total + 1):
+            self._number = number
+            self._strays_before, self._batch, self._episodes = self._strays(), None, []
+            yield number
+            if self.done < number:
+                raise RolloutError(
+                    f"step {number} was not reported: call loop.report(metrics) at the end of each step."
+                )
+        self.after = self._evaluate("after", total)
+
+    def draw(self, count: int) -> list[Task]:
+        """The next `count` training tasks: each once per pass over the data."""
+        return draw(self.train, count, max(self._number, 1), self.seed)
+
+    def sample(
+        self,
+        tasks: Sequence[Task],
+        n: int = 1,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        mode: str = "train",
+    ) -> list[Episode]:
+        """Runs each task `n` times and returns what happened, task after task. Blocks until all have ended.
+
+        `sampling` overrides the parameters of the calls that trained agents make. Raises RolloutError when every rollout
+        failed, with the first error.
+        """
+        if self._check:
+            self._check(self._resources)
+        wanted = [
+            self._rollout(task, index, i, dict(sampling or {}), mode)
+            for index, task in enumerate(tasks)
+            for i in range(n)
+        ]
+        self.store.enqueue(wanted)
+        if self._watcher:
+            self._watcher.sampling(f"step {self._number}/{self.total}" if mode == "train" else mode, len(wanted))
+        self._await([rollout.id for rollout in wanted])
+        episodes = self.store.episodes([rollout.id for rollout in wanted])
+        for episode in episodes:
+            self._known_agents.update(completion.path for completion in episode.completions)
+        if mode == "train":
+            self._episodes.extend(episodes)
+        self._refuse_total_failure(episodes)
+        return episodes
+
+    def _rollout(self, task: Task, index: int, i: int, sampling: dict[str, Any], mode: str) -> Rollout:
+        place = (self.run.id, mode, self._number, index, task.id)
+        return Rollout(
+            id=digest(*place, i),
+            run_id=self.run.id,
+            task=task.value,
+            task_id=task.id,
+            group_id=digest(*place),
+            step=self._number,
+            mode=mode,
+            resources=dict(self._resources),
+            sampling=sampling,
+            seed=int(digest(self.seed, mode, self._number, index, task.id, i, size=4), 16) >> 1,
+            timeout_s=self._timeout_s,
+            max_attempts=self._max_attempts,
+            created_ns=now_ns(),
+        )
+
+    def _await(self, rollout_ids: Sequence[str]) -> None:
+        open_ids = set(rollout_ids)
+        while open_ids:
+            ended = self.store.wait(sorted(open_ids), timeout_s=1.0)
+            open_ids -= ended
+            if ended and self._watcher:
+                self._watcher.finished(self.store.episodes(sorted(ended)))
+
+    def _refuse_total_failure(self, episodes: Sequence[Episode]) -> None:
+        if any(rollout_reward(e.rewards) is not None or e.completions for e in episodes) or not episodes:
+            return
+        first = next((e.attempt for e in episodes if e.attempt and e.attempt.error), None)
+        assert all(e.rollout.state in FINAL_STATES for e in episodes)
+        outcomes = Counter(e.rollout.outcome.value if e.rollout.outcome else "unknown" for e in episodes)
+        told = ", ".join(f"{name} {count}" for name, count in outcomes.items())
+        detail = first.error if first else "no error was recorded"
+        raise RolloutError(
+            f"none of {len(episodes)} rollouts made a model call or gave a reward ({told}). The first error was:\n{detail}\n"
+            f"See `agl show {episodes[0].rollout.id[:12]}`; run the program by itself on one task to debug it."
+        )
+
+    def collect(self, episodes: Sequence[Episode], selectors: Sequence[str]) -> Batch:
+        """What the step can learn from: calls of today's policy version only, grouped, with its ledger.
+
+        Raises UnknownAgent for a selector that no call matched so far, and NothingToTrain when the first step gives no
+        trainable call.
+        """
+        version = self.policy.version if self.policy else None
+        self._batch = batch = collect(episodes, selectors, version)
+        strays = self._strays() - self._strays_before
+        batch.ledger.seen += strays
+        batch.ledger.drop("unattributed", strays)
+        if not self.history:
+            self._refuse_nothing(batch.ledger, selectors)
+        return batch
+
+    def _refuse_nothing(self, ledger: Ledger, selectors: Sequence[str]) -> None:
+        if not ledger.seen:
+            raise NothingToTrain(
+                "the first rollouts made no model call that reached the gateway: build the client with "
+                "`base_url=policy.base_url` (inside the rollout) or `base_url=trainer.base_url` (outside)."
+            )
+        unmatched = [s for s in selectors if not collectable(s, self._known_agents)]
+        if unmatched:
+            seen = ", ".join(f"{path} ({calls} calls)" for path, calls in self._known_agents.most_common())
+            raise UnknownAgent(
+                f"no call came from {', '.join(map(repr, unmatched))}. Agents seen: {seen or 'none'}. Correct the names in "
+                "`agents=` (exact name, path, or glob), or hand the framework `agl.callback(...)` so that agents have names."
+            )
+        if not ledger.complete:
+            raise NothingToTrain(f"the first step has no trainable call. {ledger}. {_cure(ledger)}")
+
+    # The end of a step.
+
+    def report(self, metrics: Mapping[str, float]) -> Step:
+        """Ends the step: saves the policy, records metrics and ledger, tells the observers.
+
+        Raises NothingToTrain after `PATIENCE` steps in a row that trained no call.
+        """
+        ledger = self._batch.ledger if self._batch else Ledger()
+        checkpoint = None
+        if self.policy is not None:
+            checkpoint = self.folder / f"checkpoint-{self._number:06d}"
+            if checkpoint.exists():  # of a step that was killed before it was recorded
+                shutil.rmtree(checkpoint)
+            self.policy.save(checkpoint)
+        step = Step(
+            self.run.id,
+            self._number,
+            {**self._sampled(), **{name: float(value) for name, value in metrics.items()}},
+            ledger.as_dict(),
+            str(checkpoint) if checkpoint else None,
+            now_ns(),
+        )
+        self.store.add_step(step)
+        self._forget_last_checkpoint(step)
+        self.history.append(step)
+        plugins.notify(self._observers, "agl_step_finished", step=step.number, metrics=step.metrics, ledger=step.ledger)
+        if self._watcher:
+            self._watcher.step(step, self.total)
+        self._idle = 0 if ledger.trained or self._batch is None else self._idle + 1
+        if self._idle >= PATIENCE:
+            raise NothingToTrain(f"{PATIENCE} steps in a row trained nothing. {ledger}. {_cure(ledger)}")
+        return step
+
+    def _forget_last_checkpoint(self, step: Step) -> None:
+        last = self.history[-1].checkpoint if self.history else None
+        if step.checkpoint and last and last != step.checkpoint:
+            shutil.rmtree(last, ignore_errors=True)
+
+    def _sampled(self) -> dict[str, float]:
+        """Figures of the step's training rollouts."""
+        rewards = [r for e in self._episodes if (r := rollout_reward(e.rewards)) is not None]
+        figures = {
+            "rollouts": float(len(self._episodes)),
+            "failed": float(len(self._episodes) - len(rewards)),
+            "calls_per_task": fmean(len(e.completions) for e in self._episodes) if self._episodes else 0.0,
+        }
+        return {"reward": fmean(rewards), **figures} if rewards else figures
+
+    def _evaluate(self, when: str, number: int) -> dict[str, Evaluation]:
+        if not self.val:
+            return {}
+        self._number = number
+        found = {}
+        for name, sampling in EVALUATIONS.items():
+            mode = f"{when}-{name}"
+            found[name] = evaluation_of(mode, self.sample(self.val, sampling=sampling, mode=mode))
+            if self._watcher:
+                self._watcher.evaluated(found[name])
+        return found
+
+
+def collectable(selector: str, agents: Mapping[str, int]) -> bool:
+    """Whether any agent that was seen matches."""
+    return any(selector_of((selector,), path) for path in agents)
+
+
+def _cure(ledger: Ledger) -> str:
+    """What to do about the commonest reason."""
+    reason = ledger.dropped.most_common(1)[0][0] if ledger.dropped else ""
+    cures = {
+        "no_token_ids": "The engine sends no token ids: use a policy back end, or an engine with `return_token_ids`.",
+        "reward_missing": "Return a number from the program, or call `agl.emit_reward` in it.",
+        "not_selected": "Name agents that make calls in `agents=`.",
+        "zero_variance": "All rollouts of each task got the same reward: use tasks that are sometimes solved, a finer "
+        "reward, more rollouts per task, or a higher temperature.",
+        "single": "Only one rollout of each task reached the agent: raise `rollouts_per_task`.",
+        "unattributed": "Calls name no attempt: use `policy.base_url`, or pass the callback to the framework.",
+        "not_policy": "The selected agents call an endpoint that is not the policy: use `policy.base_url` for them.",
+    }
+    return cures.get(reason, "Look at one rollout with `agl show`.")
