@@ -407,5 +407,5 @@ def plain(value: object, depth: int = 8) -> Json:
         return plain(value.item(), depth - 1)
     try:
         return repr(value)[:2000].encode("utf-8", "replace").decode()
-    except Exception as error:  # a user's __repr__ may do anything
+    except Exception as error:  # noqa: BLE001  # a user's __repr__ may do anything
         return f"<{type(value).__name__}: repr failed: {type(error).__name__}>"
