@@ -209,7 +209,7 @@ class LangChainCallback(BaseCallbackHandler):
         given = {key: value for key, value in attributes.items() if value is not None}
         if path:
             given["gen_ai.agent.name"] = leaf(path)
-        run.span = run.recorder.start(kind, name, path=path, parent_id=run.scope.span_id, attributes=given)
+        run.span = run.recorder.start(kind, name, path=path, attributes=given, scope=run.scope)
         run.scope = run.scope.inside(run.span)
         if kind is not SpanKind.LLM:
             _places(run.scope)[run.span.id] = run.place

@@ -7,6 +7,9 @@ headers `traceparent` and `baggage` therefore tell the gateway everything (https
 from __future__ import annotations
 
 import re
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -84,13 +87,29 @@ class Scope(msgspec.Struct, frozen=True, eq=False):
 class Token:
     """What `set_scope` returns: one entry of the stack of scopes."""
 
-    __slots__ = ("above", "done", "lasting", "scope")
+    __slots__ = ("above", "done", "lasting", "owner", "scope")
 
     def __init__(self, scope: Scope, above: Token | None, lasting: bool) -> None:
         self.scope = scope
         self.above = above
         self.lasting = lasting
+        self.owner = _here() if lasting else None
         self.done = False
+
+    def in_force(self) -> bool:
+        """Once left, it holds only for tasks that were started inside, not for the one that entered.
+
+        Frameworks end a run in another task than the one that began it, whose context cannot be reached from there.
+        """
+        return not self.done or (self.lasting and self.owner != _here())
+
+
+def _here() -> object:
+    """The running task (weakly), or the thread where there is none."""
+    asyncio = sys.modules.get("asyncio")  # not imported, no task
+    loop = asyncio._get_running_loop() if asyncio is not None else None
+    task = asyncio.current_task(loop) if asyncio is not None and loop is not None else None
+    return threading.get_ident() if task is None else weakref.ref(task)
 
 
 _top: ContextVar[Token | None] = ContextVar("agl_scope", default=None)
@@ -98,15 +117,13 @@ _top: ContextVar[Token | None] = ContextVar("agl_scope", default=None)
 
 def current() -> Scope | None:
     """The scope that this code runs in; None outside attempts."""
-    token = _top.get()
-    while token is not None and token.done and not token.lasting:
-        token = token.above
+    token = _open(_top.get())
     return token.scope if token is not None else None
 
 
 def surrounding() -> Scope | None:
     """Like `current`, without the scopes that do not last: the agent or tool around a model call that may be open."""
-    token = _top.get()
+    token = _open(_top.get())
     while token is not None and not token.lasting:
         token = token.above
     return token.scope if token is not None else None
@@ -126,14 +143,20 @@ def set_scope(scope: Scope, *, lasting: bool = True) -> Token:
 def reset_scope(token: Token) -> None:
     """Leaves a scope. Safe in any order, twice, and from another context than the one that entered."""
     token.done = True
-    if _top.get() is token:
-        _top.set(_open(token))
+    top = _top.get()
+    live = _open(top)
+    if live is not top:
+        _top.set(live)
 
 
-def _open(token: Token | None) -> Token | None:
-    while token is not None and token.done:
+def _open(top: Token | None) -> Token | None:
+    """The innermost entry in force. What was entered inside a lasting one is over with it, ended or not."""
+    found = token = top
+    while token is not None:
+        if not token.in_force() and (token.lasting or token is found):
+            found = token.above
         token = token.above
-    return token
+    return found
 
 
 @contextmanager

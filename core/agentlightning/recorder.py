@@ -10,13 +10,12 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from agentlightning.context import current
+from agentlightning.context import Scope, current
 from agentlightning.errors import NotFound, StoreError, Superseded
 from agentlightning.schema import Reward, Span, SpanKind, finite, new_id, new_span_id, now_ns, plain
 
@@ -71,9 +70,10 @@ class Recorder:
         path: str | None = None,
         parent_id: str | None = None,
         attributes: Mapping[str, Any] | None = None,
+        scope: Scope | None = None,
     ) -> Span:
-        """Opens a span at the current place; `path` and `parent_id` say otherwise. End it with `end`."""
-        span = self._span(kind, name, path, parent_id, attributes)
+        """Opens a span in `scope`, or the current one; `path` and `parent_id` say otherwise. End it with `end`."""
+        span = self._span(kind, name, path, parent_id, attributes, scope or current())
         if span.attempt_id:
             self._put(msgspec.structs.replace(span, attributes=dict(span.attributes)))
         return span
@@ -105,7 +105,7 @@ class Recorder:
         attributes: Mapping[str, Any] | None = None,
     ) -> Span:
         """A span that takes no time."""
-        span = self._span(kind, name, None, None, attributes)
+        span = self._span(kind, name, None, None, attributes, current())
         self.end(span, error=error)
         return span
 
@@ -160,8 +160,8 @@ class Recorder:
         path: str | None,
         parent_id: str | None,
         attributes: Mapping[str, Any] | None,
+        scope: Scope | None,
     ) -> Span:
-        scope = current()
         span = Span(
             id=new_span_id(),
             attempt_id=scope.attempt_id if scope else "",
@@ -286,4 +286,8 @@ def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Any]:
 def _told(error: BaseException | str) -> str:
     if isinstance(error, str):
         return str(plain(error))
-    return str(plain("".join(traceback.format_exception_only(error)).strip()))[:4000]
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001  a user's __str__ may do anything
+        text = f"<str() failed: {type(broken).__name__}>"
+    return str(plain(f"{type(error).__name__}: {text}" if text else type(error).__name__))[:4000]

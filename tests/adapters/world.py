@@ -1,0 +1,122 @@
+"""A small world for adapter tests: the fake engine, a real store, attempts to run programs in, and what came of it.
+
+The proof of attribution is what arrives at the server: `check` compares the headers of every request with the spans in
+the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+from langchain_openai import ChatOpenAI
+
+from agentlightning import context
+from agentlightning.recorder import Recorder
+from agentlightning.schema import Outcome, Reward, Rollout, Span, SpanKind, new_id
+from agentlightning.store import open_store
+from tests.fakes.engine import FakeEngine, Script
+
+T = TypeVar("T")
+
+
+class Arrival(NamedTuple):
+    """One request as the server saw it."""
+
+    attempt_id: str
+    span_id: str
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def last(self) -> str:
+        return str(self.body["messages"][-1]["content"])
+
+
+class World:
+    def __init__(self, folder: Path, reply: Script | str | None = None) -> None:
+        self.engine = FakeEngine(reply)
+        self.store = open_store(f"sqlite:///{folder}/world.db")
+        self.recorder = Recorder(self.store)
+        self._models: list[ChatOpenAI] = []
+        self._rollouts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self.engine.start()
+        self._undo = context.propagate_to(self.engine.url)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo()
+        for model in self._models:
+            model.root_client.close()
+        self.recorder.close()
+        self.store.close()
+        self.engine.close()
+
+    def llm(self, **kwargs: Any) -> ChatOpenAI:
+        """A model with a static base URL: only the trace context says where a call belongs."""
+        given = {"base_url": self.engine.base_url, "api_key": "none", "model": "base", "max_retries": 0} | kwargs
+        model = ChatOpenAI(**given)
+        self._models.append(model)
+        return model
+
+    def run(self, program: Coroutine[Any, Any, T]) -> T:
+        """Runs async code to its end, its HTTP clients closed."""
+
+        async def whole() -> T:
+            try:
+                return await program
+            finally:
+                for model in self._models:
+                    await model.root_async_client.close()
+
+        return asyncio.run(whole())
+
+    @contextmanager
+    def attempt(self) -> Iterator[context.Scope]:
+        with self._lock:
+            rollout = Rollout(id=new_id(), run_id="run", task={}, task_id="t", group_id="g")
+            self.store.enqueue([rollout])
+            ((_, attempt),) = self.store.lease("worker", run_id="run")
+            self._rollouts[attempt.id] = rollout.id
+        with context.use(context.Scope(attempt.id, recorder=self.recorder)) as scope:
+            yield scope
+
+    def arrivals(self, attempt_id: str | None = None) -> list[Arrival]:
+        """In order of arrival; `attempt_id` "": those that named no attempt."""
+        found = []
+        for seen in self.engine.requests:
+            trace = context.parse_traceparent(seen.headers.get("traceparent", "")) or ("", "")
+            path = context.parse_baggage(seen.headers.get("baggage", "")).get(context.AGENT_KEY, "")
+            found.append(Arrival(*trace, path, seen.body))
+        return [arrival for arrival in found if attempt_id is None or arrival.attempt_id == attempt_id]
+
+    def spans(self, scope: context.Scope, kind: SpanKind | None = None) -> list[Span]:
+        return [span for span in self._episode(scope).spans if kind is None or span.kind is kind]
+
+    def rewards(self, scope: context.Scope) -> list[Reward]:
+        return list(self._episode(scope).rewards)
+
+    def _episode(self, scope: context.Scope) -> Any:
+        self.recorder.flush(scope.attempt_id)
+        self.store.finish(scope.attempt_id, Outcome.OK)
+        return self.store.episodes([self._rollouts[scope.attempt_id]])[0]
+
+    def check(self, scope: context.Scope) -> list[str]:
+        """The agent paths of the attempt's requests, in order, after every one was found under its own llm span."""
+        arrivals = self.arrivals(scope.attempt_id)
+        spans = {span.id: span for span in self.spans(scope)}
+        for arrival in arrivals:
+            assert arrival.span_id in spans, f"a request came from {arrival.span_id}, which is not in the trace"
+            span = spans[arrival.span_id]
+            assert span.kind is SpanKind.LLM, f"a request came from a span of kind {span.kind}"
+            assert span.path == arrival.path
+            assert span.end_ns is not None
+            assert span.parent_id is None or span.parent_id in spans
+        return [arrival.path for arrival in arrivals]
