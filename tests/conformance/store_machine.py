@@ -14,9 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from agentlightning.errors import Superseded
 from agentlightning.schema import FINAL_STATES, Outcome, Reward, Rollout, RolloutState, new_id
 from agentlightning.store.base import RETRIED, TRANSITIONS, Store
-
-LONG = 1e6
-"""Seconds of a lease that no test lives to see the end of."""
+from tests.conformance.store_records import LONG
 
 WORKERS = st.sampled_from(["ann", "bob", "cyd"])
 GOOD = {

@@ -17,7 +17,7 @@ from agentlightning.cli import main
 from agentlightning.schema import Attempt, Outcome, RolloutState, SpanKind, Step, floats, ids, new_span_id
 from agentlightning.store import open_store
 from agentlightning.store.base import Store
-from tests.conformance.store import begin, completion, reward, rollout, span
+from tests.conformance.store_records import begin, completion, reward, rollout, span
 
 ROLLOUT = "abc" + "0" * 29
 

@@ -16,6 +16,7 @@ from agentlightning.errors import AgentLightningError
 app = typer.Typer(
     help="Look into what agents did and what training made of it.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
