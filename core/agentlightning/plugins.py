@@ -131,9 +131,14 @@ def algorithm(name: str, /, **knobs: Any) -> Any:
     Raises PluginError as `load` does, and ConfigError for a knob that the algorithm does not have.
     """
     make = load(ALGORITHMS, name)
+    signature = inspect.signature(make)
+    known = ", ".join(signature.parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    unknown = [] if takes_any else sorted(set(knobs) - set(signature.parameters))
+    if unknown:
+        raise ConfigError(f"algorithm {name!r} has no {', '.join(unknown)}; its knobs are: {known}.")
     try:
-        inspect.signature(make).bind(**knobs)
+        signature.bind(**knobs)
     except TypeError as error:
-        known = ", ".join(inspect.signature(make).parameters)
         raise ConfigError(f"algorithm {name!r}: {error}; its knobs are: {known}.") from error
     return make(**knobs)

@@ -17,11 +17,11 @@ from agentlightning.schema import SpanKind
 
 pytest.importorskip("langgraph", reason="the langgraph extra is not installed")
 
-from langchain.agents import create_agent  # noqa: E402
-from langchain_core.tools import tool  # noqa: E402
+from langchain.agents import create_agent
+from langchain_core.tools import tool
 
-from agentlightning_adapters.langgraph_place import Place  # noqa: E402
-from tests.adapters import programs  # noqa: E402
+from agentlightning_adapters.langgraph_place import Place
+from tests.adapters import programs
 
 
 def listening() -> Any:

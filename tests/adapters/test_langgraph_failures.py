@@ -19,11 +19,11 @@ from tests.fakes.engine import Fault
 
 pytest.importorskip("langgraph", reason="the langgraph extra is not installed")
 
-from langchain.agents import create_agent  # noqa: E402
-from langchain_core.tools import tool  # noqa: E402
+from langchain.agents import create_agent
+from langchain_core.tools import tool
 
-from agentlightning_adapters import langchain as adapter  # noqa: E402
-from tests.adapters import programs  # noqa: E402
+from agentlightning_adapters import langchain as adapter
+from tests.adapters import programs
 
 
 def listening() -> Any:

@@ -16,11 +16,11 @@ from agentlightning.schema import new_id
 
 pytest.importorskip("langgraph", reason="the langgraph extra is not installed")
 
-from langchain_core.language_models import FakeListChatModel  # noqa: E402
-from langchain_core.tracers.context import _configure_hooks  # noqa: E402
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.tracers.context import _configure_hooks
 
-from agentlightning_adapters import langchain as adapter  # noqa: E402
-from tests.adapters import programs  # noqa: E402
+from agentlightning_adapters import langchain as adapter
+from tests.adapters import programs
 
 MANY = 64
 
