@@ -6,6 +6,7 @@ headers `traceparent` and `baggage` therefore tell the gateway everything (https
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -231,11 +232,16 @@ def parse_traceparent(header: str) -> tuple[str, str] | None:
 
 def baggage(scope: Scope, others: str = "") -> str:
     """The W3C header value: the agent path, after what is already in the header; "" when there is nothing to say."""
+    if not others:
+        return _member(scope.path)
     members = [member.strip() for member in others.split(",")]
     kept = [member for member in members if member and member.partition("=")[0].strip() != AGENT_KEY]
-    if scope.path:
-        kept.append(f"{AGENT_KEY}={quote(scope.path, safe='', errors='replace')}")
-    return ",".join(kept)
+    return ",".join([*kept, _member(scope.path)] if scope.path else kept)
+
+
+@functools.lru_cache(maxsize=1024)
+def _member(path: str) -> str:
+    return f"{AGENT_KEY}={quote(path, safe='', errors='replace')}" if path else ""
 
 
 def parse_baggage(header: str) -> dict[str, str]:

@@ -97,7 +97,7 @@ def _stamp(request: Any) -> None:
     try:
         url = request.url
         prefixes = _roots.get((url.scheme, _host(url.host), url.port or _DEFAULT_PORTS.get(url.scheme)))
-        if prefixes is None or not any(_below(url.path, prefix) for prefix in prefixes):
+        if prefixes is None or not _below(url.path, prefixes):
             return
         headers = request.headers
         headers["traceparent"] = traceparent(scope)
@@ -112,8 +112,11 @@ def _stamp(request: Any) -> None:
             logger.exception("a request could not be marked with its attempt; use the attempt-scoped policy.base_url")
 
 
-def _below(path: str, prefix: str) -> bool:
-    return path.startswith(prefix) and (len(path) == len(prefix) or path[len(prefix)] == "/")
+def _below(path: str, prefixes: tuple[str, ...]) -> bool:
+    for prefix in prefixes:
+        if path.startswith(prefix) and path[len(prefix) : len(prefix) + 1] in ("", "/"):
+            return True
+    return False
 
 
 def _send(original: Callable[..., Any]) -> Callable[..., Any]:
