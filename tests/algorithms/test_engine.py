@@ -35,9 +35,7 @@ def _without_gradients() -> Iterator[None]:
 
 
 def job(prompt: list[int], *, seed: int = 0, tokens: int = 12, temperature: float = 1.0, **more: Any) -> Job:
-    return Job(
-        prompt=prompt, model="m", max_tokens=tokens, uniforms=Uniforms(seed, 0), temperature=temperature, **more
-    )
+    return Job(prompt=prompt, model="m", max_tokens=tokens, uniforms=Uniforms(seed, 0), temperature=temperature, **more)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -87,7 +85,7 @@ def test_greedy_is_what_generate_gives(network: Network) -> None:
     assert_truthful(network, done)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("chunk", [3, 1024])
 def test_a_crowd_changes_nobody_s_answer(network: Network, chunk: int) -> None:
     jobs = [
         job(prompt_of(5 + 9 * k, k), seed=k, tokens=6 + 5 * (k % 4), temperature=(1.0, 0.7, 0.0)[k % 3])
@@ -237,7 +235,13 @@ def test_waiting_for_a_prefix_ends_when_its_reader_is_cancelled(network: Network
 
 @pytest.mark.parametrize(
     ("one", "other", "limit", "length"),
-    [([1, 2, 3], [1, 2, 4], 9, 2), ([1], [2], 9, 0), ([1, 2], [1, 2, 3], 9, 2), ([1, 2, 3], [1, 2, 3], 2, 2), ([], [1], 9, 0)],
+    [
+        ([1, 2, 3], [1, 2, 4], 9, 2),
+        ([1], [2], 9, 0),
+        ([1, 2], [1, 2, 3], 9, 2),
+        ([1, 2, 3], [1, 2, 3], 2, 2),
+        ([], [1], 9, 0),
+    ],
 )
 def test_common_prefix(one: list[int], other: list[int], limit: int, length: int) -> None:
     assert common_prefix(one, other, limit) == length
