@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import re
+from importlib import metadata
 from typing import Annotated, Any, TypedDict
 
 from langchain.agents import create_agent
@@ -10,6 +12,9 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.tools import tool
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
+
+NAMES_REACH_US = [int(part) for part in re.findall(r"\d+", metadata.version("langchain"))][:3] >= [1, 2, 4]
+"""Since then create_agent(name=...) tells its name to callbacks; before, the node's name is what there is."""
 
 
 class Notes(TypedDict):

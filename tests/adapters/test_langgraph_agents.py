@@ -40,7 +40,14 @@ def test_nested_graphs(world, make):
     assert {span.path for span in spans.values() if span.parent_id == team.id} == {"team/writer", "team/checker"}
 
 
-@pytest.mark.parametrize(("name", "path"), [("researcher", "researcher"), (None, "helper")])
+named = pytest.mark.skipif(
+    not programs.NAMES_REACH_US, reason="langchain before 1.2.4 does not tell the name of create_agent"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("researcher", "researcher" if programs.NAMES_REACH_US else "helper"), (None, "helper")]
+)
 def test_create_agent_in_a_node(world, name, path):
     """Its inner nodes `model` and `tools` are the agent itself."""
     w = world(programs.call_tool_once)
@@ -54,7 +61,9 @@ def test_create_agent_in_a_node(world, name, path):
     assert used.attributes["gen_ai.tool.call.result"] == "x means x"
 
 
-@pytest.mark.parametrize(("name", "path"), [("solver", "solver"), (None, "model")])
+@pytest.mark.parametrize(
+    ("name", "path"), [("solver", "solver" if programs.NAMES_REACH_US else "model"), (None, "model")]
+)
 def test_create_agent_alone(world, name, path):
     w = world(programs.call_tool_once)
     agent = create_agent(w.llm(), [programs.look_up], name=name)
@@ -63,6 +72,7 @@ def test_create_agent_alone(world, name, path):
     assert w.check(scope) == [path, path]
 
 
+@named
 def test_an_agent_as_a_node_of_a_team(world):
     w = world(programs.call_tool_once)
     agent = create_agent(w.llm(), [programs.look_up], name="scout")
@@ -72,6 +82,7 @@ def test_an_agent_as_a_node_of_a_team(world):
     assert w.check(scope) == ["team/scout", "team/scout"]
 
 
+@named
 def test_an_agent_that_is_another_agents_tool(world):
     def script(request: dict[str, Any]) -> Any:
         boss = any("boss" in str(message["content"]) for message in request["messages"])
@@ -191,9 +202,10 @@ def test_b39_two_simultaneous_calls_of_one_tool(world):
         return {"content": "", "tool_calls": calls}
 
     w = world(script)
-    agent = create_agent(w.llm(), [search], name="scout")
+    agent = create_agent(w.llm(), [search])
+    graph = programs.single("scout", lambda state: {"notes": [programs.talk(agent, "q")]})
     with w.attempt() as scope:
-        agent.invoke({"messages": [("user", "q")]}, config=listening())
+        graph.invoke(programs.start(), config=listening())
     (scout,) = w.spans(scope, SpanKind.AGENT)
     used = {s.attributes["gen_ai.tool.call.id"]: s for s in w.spans(scope, SpanKind.TOOL)}
     assert {key: s.attributes["gen_ai.tool.call.result"] for key, s in used.items()} == {

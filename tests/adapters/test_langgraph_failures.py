@@ -83,9 +83,10 @@ def test_a_tool_that_fails(world):
         raise LookupError(f"no {word}")
 
     w = world(programs.call_tool_once)
-    agent = create_agent(w.llm(), [look_up], name="scout")
+    agent = create_agent(w.llm(), [look_up])
+    graph = programs.single("scout", lambda state: {"notes": [programs.talk(agent, "q")]})
     with w.attempt() as scope, pytest.raises(LookupError):
-        agent.invoke({"messages": [("user", "q")]}, config=listening())
+        graph.invoke(programs.start(), config=listening())
     (used,) = w.spans(scope, SpanKind.TOOL)
     assert (used.status, used.error) == ("error", "LookupError: no x")
     assert [span.status for span in w.spans(scope, SpanKind.AGENT)] == ["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_async_and_streamed_requests_too(library, writer, registered):
         with library.Client(transport=library.MockTransport(answer)) as client, client.stream("GET", CALL) as response:
             response.read()
     assert seen == [BOTH] * 3
-    assert asyncio.iscoroutinefunction(library.AsyncClient.send), "what asks for coroutine functions still finds one"
+    assert inspect.iscoroutinefunction(library.AsyncClient.send), "what asks for coroutine functions still finds one"
 
 
 @pytest.mark.parametrize(
