@@ -98,7 +98,9 @@ def test_a_batch_may_be_split_in_any_way() -> None:
 
 def test_huge_ratios_stay_finite() -> None:
     logp = tensor(0.0, -1000.0).requires_grad_()
-    loss, _ = policy_loss(logp, tensor(-1000.0, 0.0), tensor(-1.0, 1.0), tensor(1.0, 1.0), kl=1.0, ref_logp=tensor(0, 0))
+    loss, _ = policy_loss(
+        logp, tensor(-1000.0, 0.0), tensor(-1.0, 1.0), tensor(1.0, 1.0), kl=1.0, ref_logp=tensor(0, 0)
+    )
     loss.backward()
     assert math.isfinite(loss.item()) and torch.isfinite(logp.grad).all()
 

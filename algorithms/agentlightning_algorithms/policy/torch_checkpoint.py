@@ -145,12 +145,11 @@ def _save_model(weights: Weights, folder: Path) -> None:
 @contextmanager
 def _atomic(folder: Path) -> Iterator[Path]:
     """A folder to write into, which takes the name `folder` when the block has succeeded."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     made = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
     try:
+        made.mkdir(parents=True)
         yield made
         _sync(made)
         if folder.exists():

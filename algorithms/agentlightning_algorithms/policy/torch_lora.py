@@ -140,11 +140,14 @@ class Adapters:
         from peft import get_peft_model
 
         config.inference_mode = False
+        config.base_model_name_or_path = self.base_name
         name = f"agl{len(self.names)}"
-        if self.peft is None:
-            self.peft = get_peft_model(self.base, config, adapter_name=name)
-        else:
-            self.peft.add_adapter(name, config)
+        with warnings.catch_warnings():  # peft asks transformers for a name that it is renaming
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            if self.peft is None:
+                self.peft = get_peft_model(self.base, config, adapter_name=name)
+            else:
+                self.peft.add_adapter(name, config)
         self.names[selector] = name
         self.peft.requires_grad_(False)
         self.peft.eval()
