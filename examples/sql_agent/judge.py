@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,23 @@ def same_answer(database: Path | str, gold_sql: str, sql: str | None, compare: s
         return canonical(run_query(database, sql), compare) == gold
     except (sqlite3.Error, sqlite3.Warning, ValueError):
         return False
+
+
+def show(database: str, sql: str) -> str:
+    """What the agents see of a query's result; the error's text where it fails."""
+    try:
+        return result_text(run_query(database, sql))
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        return f"error: {error}"[:60]
+
+
+def result_text(rows: Sequence[Sequence[object]], most: int = 3) -> str:
+    """`Ada,30;Ben,25`: the first rows, at most 60 characters; `empty` where there are none."""
+    if not rows:
+        return "empty"
+    text = ";".join(",".join(_cell(cell) for cell in row) for row in rows[:most])
+    return (text if len(text) <= 60 else text[:60]) + (";..." if len(rows) > most else "")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, float) else str(value)

@@ -7,17 +7,16 @@ habits; its checker is mostly right. So the right answer keeps some probability,
 from __future__ import annotations
 
 import random
-import sqlite3
 from dataclasses import dataclass
 
 from . import mistakes, prompts
-from .judge import run_query
+from .judge import show
 from .questions import KINDS
 from .world import Question, World
 
-WRITER_HABIT = 0.62
+WRITER_HABIT = 0.65
 """How often the writer follows its bad habit, for kinds that have one."""
-REWRITER_HABIT = 0.82
+REWRITER_HABIT = 0.85
 """How often the rewriter falls back on it."""
 SLIP = 0.10
 CHECKER_ERROR = 0.04
@@ -59,9 +58,9 @@ def _call(question: Question, rng: random.Random) -> Demonstration:
 
 def _attempt(question: Question, habit: float, rng: random.Random, slip: float = SLIP) -> tuple[str, str | None]:
     """A query as the mediocre agent writes it, and its fault or None."""
-    wrong = mistakes.habit(question.kind, question.query)
+    wrong = mistakes.habit(question.query)
     if wrong is not None and rng.random() < habit:
-        return wrong.sql(), mistakes.HABITS[question.kind]
+        return wrong[1].sql(), wrong[0]
     if rng.random() < slip:
         fault, query = rng.choice([*mistakes.slips(question.query, question.db, rng), ("error", question.query)])
         return (_broken(query.sql(), rng) if fault == "error" else query.sql()), fault
@@ -79,11 +78,3 @@ def _verdict(fault: str | None, rng: random.Random) -> str:
     if rng.random() < CHECKER_ERROR:
         fault = None if fault else "value"
     return f"wrong {fault}" if fault else "correct"
-
-
-def show(database: str, sql: str) -> str:
-    """What the agents see of a query's result; the error's text where it fails."""
-    try:
-        return prompts.result_text(run_query(database, sql))
-    except sqlite3.Error as error:
-        return f"error: {error}"[:60]

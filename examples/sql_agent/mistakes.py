@@ -9,21 +9,22 @@ from .databases import THRESHOLDS, Database
 from .questions import Condition, Query
 
 OPPOSITE = {">": "<", "<": ">", "=": "!=", "!=": "="}
-HABITS = {"top": "order", "group_top": "order", "both": "condition"}
-"""Kinds that are answered wrongly by habit, and what the checker calls the fault."""
 
 
-def habit(kind: str, query: Query) -> Query | None:
-    """The query with its kind's systematic fault: sorted the wrong way round, or the second condition forgotten."""
-    fault = HABITS.get(kind)
-    if fault == "order":
-        return replace(query, descending=not query.descending)
-    return replace(query, where=query.where[:-1]) if fault == "condition" else None
+def habit(query: Query) -> tuple[str, Query] | None:
+    """The systematic fault and the query with it: always sorted upwards, the second condition forgotten. None: no habit."""
+    if query.order is not None and query.descending:
+        return "order", replace(query, descending=False)
+    if len(query.where) > 1:
+        return "condition", replace(query, where=query.where[:1])
+    return None
 
 
 def slips(query: Query, db: Database, rng: random.Random) -> list[tuple[str, Query]]:
     """Every single careless fault of `query`, with the name that a checker gives it; values are drawn from `rng`."""
-    found = [("condition", replace(query, where=query.where[:i] + query.where[i + 1 :])) for i in range(len(query.where))]
+    found = [
+        ("condition", replace(query, where=query.where[:i] + query.where[i + 1 :])) for i in range(len(query.where))
+    ]
     for i, condition in enumerate(query.where):
         for fault, other in _other_conditions(condition, db, rng):
             found.append((fault, replace(query, where=(*query.where[:i], other, *query.where[i + 1 :]))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 
 Messages = list[tuple[str, str]]
 """Role and text."""
@@ -20,13 +20,7 @@ def rewrite_prompt(schema: str, question: str, sql: str, result: str, verdict: s
     return [("system", "Repair this SQLite query."), ("user", f"{schema}\n{question}\n{sql}\n{result}\n{verdict}")]
 
 
-def result_text(rows: Sequence[Sequence[object]], most: int = 3) -> str:
-    """`Ada,30;Ben,25`: the first rows, at most 60 characters; `empty` where there are none."""
-    if not rows:
-        return "empty"
-    text = ";".join(",".join(_cell(cell) for cell in row) for row in rows[:most])
-    return (text if len(text) <= 60 else text[:60]) + (";..." if len(rows) > most else "")
-
-
-def _cell(value: object) -> str:
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
+def query_in(text: str) -> str:
+    """The SQL of an answer: without a fence of backticks and without a final semicolon."""
+    fenced = re.search(r"```(?:sql(?:ite)?)?\s*(.*?)(?:```|$)", text, re.DOTALL | re.IGNORECASE)
+    return (fenced.group(1) if fenced else text).strip().rstrip(";").strip()

@@ -9,12 +9,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .databases import THRESHOLDS, Category, Database, Number
+from .databases import THRESHOLDS, Database
 
 Condition = tuple[str, str, str | int]
 """Column, operator, value."""
 
 AGGREGATES = (("average", "AVG"), ("total", "SUM"), ("maximum", "MAX"), ("minimum", "MIN"))
+
+MOST = 0.8
+"""People ask for the most more often than for the least."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ def _equal(db: Database, rng: random.Random) -> tuple[str, Condition]:
 
 def _equal_or_not(db: Database, rng: random.Random) -> tuple[str, Condition]:
     words, (column, _, value) = _equal(db, rng)
-    return (f"with {words}", (column, "=", value)) if rng.random() < 0.5 else (f"without {words}", (column, "!=", value))
+    return (
+        (f"with {words}", (column, "=", value)) if rng.random() < 0.5 else (f"without {words}", (column, "!=", value))
+    )
 
 
 def _compare(db: Database, rng: random.Random) -> tuple[str, Condition]:
@@ -77,12 +82,6 @@ def _compare(db: Database, rng: random.Random) -> tuple[str, Condition]:
     plain = f"with {number.column} {'over' if more else 'under'}"
     words = rng.choice([plain, number.more if more else number.less])
     return f"{words} {threshold}", (number.column, ">" if more else "<", threshold)
-
-
-def _extreme(number: Number, rng: random.Random) -> tuple[str, bool]:
-    """Superlative and whether it wants descending order."""
-    most = rng.random() < 0.5
-    return (number.most, True) if most else (number.least, False)
 
 
 def count_equal(db: Database, rng: random.Random) -> Draft:
@@ -93,7 +92,11 @@ def count_equal(db: Database, rng: random.Random) -> Draft:
 
 def list_equal(db: Database, rng: random.Random) -> Draft:
     words, condition = _equal_or_not(db, rng)
-    texts = [f"Which {db.plural} are there {words}?", f"List the {db.plural} {words}.", f"Show all {db.plural} {words}."]
+    texts = [
+        f"Which {db.plural} are there {words}?",
+        f"List the {db.plural} {words}.",
+        f"Show all {db.plural} {words}.",
+    ]
     return Draft("list_equal", rng.choice(texts), Query(db.key, db.plural, (condition,)))
 
 
@@ -105,7 +108,11 @@ def count_compare(db: Database, rng: random.Random) -> Draft:
 
 def list_compare(db: Database, rng: random.Random) -> Draft:
     words, condition = _compare(db, rng)
-    texts = [f"Which {db.plural} are there {words}?", f"List the {db.plural} {words}.", f"Show all {db.plural} {words}."]
+    texts = [
+        f"Which {db.plural} are there {words}?",
+        f"List the {db.plural} {words}.",
+        f"Show all {db.plural} {words}.",
+    ]
     return Draft("list_compare", rng.choice(texts), Query(db.key, db.plural, (condition,)))
 
 
@@ -129,7 +136,10 @@ def aggregate(db: Database, rng: random.Random) -> Draft:
 def group_count(db: Database, rng: random.Random) -> Draft:
     words, condition = _compare(db, rng)
     group = rng.choice(db.categories).column
-    texts = [f"How many {db.plural} {words} are there per {group}?", f"For each {group}, count the {db.plural} {words}."]
+    texts = [
+        f"How many {db.plural} {words} are there per {group}?",
+        f"For each {group}, count the {db.plural} {words}.",
+    ]
     query = Query(f"{group}, COUNT(*)", db.plural, (condition,), group=group)
     return Draft("group_count", rng.choice(texts), query)
 
@@ -137,7 +147,10 @@ def group_count(db: Database, rng: random.Random) -> Draft:
 def distinct(db: Database, rng: random.Random) -> Draft:
     words, condition = _compare(db, rng)
     column = rng.choice(db.categories).column
-    texts = [f"How many different {column} values do {db.plural} {words} have?", f"Count the distinct {column} of {db.plural} {words}."]
+    texts = [
+        f"How many different {column} values do {db.plural} {words} have?",
+        f"Count the distinct {column} of {db.plural} {words}.",
+    ]
     return Draft("distinct", rng.choice(texts), Query(f"COUNT(DISTINCT {column})", db.plural, (condition,)))
 
 
@@ -170,23 +183,25 @@ def both(db: Database, rng: random.Random) -> Draft:
 
 
 def top(db: Database, rng: random.Random) -> Draft:
-    number = rng.choice(db.numbers)
-    superlative, descending = _extreme(number, rng)
-    limit = rng.choice([1, 1, 2, 3])
-    words, condition = _equal(db, rng) if rng.random() < 0.85 else ("", None)
-    which = f"{limit} {db.plural}" if limit > 1 else db.singular
-    texts = [f"Which {which} with {words} has the {superlative}?"] if words else [f"Which {which} has the {superlative}?"]
-    if " " not in superlative:
-        tail = f" with {words}" if words else ""
-        texts = [f"Which is the {superlative} {which}{tail}?", f"Name the {superlative} {which}{tail}."]
-    where = (condition,) if condition else ()
-    query = Query(db.key, db.plural, where, order=number.column, descending=descending, limit=limit)
-    return Draft("top", rng.choice(texts), query, "ordered" if limit > 1 else "multiset")
+    number, limit, most = rng.choice(db.numbers), rng.choice([1, 1, 2, 3]), rng.random() < MOST
+    superlative = number.most if most else number.least
+    words, condition = _equal(db, rng)
+    tail, where = (f" with {words}", (condition,)) if rng.random() < 0.85 else ("", ())
+    one = limit == 1
+    which = f"{superlative} {db.singular if one else db.plural}"
+    count = "" if one else f"{limit} "
+    texts = [f"Which {'is' if one else 'are'} the {count}{which}{tail}?", f"Name the {count}{which}{tail}."]
+    if " " in superlative:
+        texts = [
+            f"Which {count}{db.singular if one else db.plural}{tail} {'has' if one else 'have'} the {superlative}?"
+        ]
+    query = Query(db.key, db.plural, where, order=number.column, descending=most, limit=limit)
+    return Draft("top", rng.choice(texts), query, "multiset" if one else "ordered")
 
 
 def group_top(db: Database, rng: random.Random) -> Draft:
     words, condition = _compare(db, rng)
-    group, most = rng.choice(db.categories).column, rng.random() < 0.5
+    group, most = rng.choice(db.categories).column, rng.random() < MOST
     texts = [
         f"Which {group} has the {'most' if most else 'fewest'} {db.plural} {words}?",
         f"Name the {group} with the {'most' if most else 'fewest'} {db.plural} {words}.",
@@ -196,17 +211,17 @@ def group_top(db: Database, rng: random.Random) -> Draft:
 
 
 KINDS: dict[str, tuple[Callable[[Database, random.Random], Draft | None], float]] = {
-    "count_equal": (count_equal, 0.05),
-    "list_equal": (list_equal, 0.05),
-    "count_compare": (count_compare, 0.07),
-    "list_compare": (list_compare, 0.07),
-    "lookup": (lookup, 0.08),
-    "aggregate": (aggregate, 0.08),
+    "count_equal": (count_equal, 0.04),
+    "list_equal": (list_equal, 0.04),
+    "count_compare": (count_compare, 0.06),
+    "list_compare": (list_compare, 0.06),
+    "lookup": (lookup, 0.06),
+    "aggregate": (aggregate, 0.06),
     "group_count": (group_count, 0.05),
-    "distinct": (distinct, 0.05),
+    "distinct": (distinct, 0.04),
     "join": (join, 0.04),
-    "both": (both, 0.18),
-    "top": (top, 0.16),
-    "group_top": (group_top, 0.12),
+    "both": (both, 0.22),
+    "top": (top, 0.19),
+    "group_top": (group_top, 0.14),
 }
 """Maker and share of all questions, by kind."""

@@ -5,16 +5,13 @@ It is warm-started on logs of a mediocre agent and saved as an ordinary Hugging 
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from .logs import Demonstration
 
 ROLES = ("system", "user", "assistant", "tool")
+MUON_RATE, ADAM_RATE = 4e-3, 3e-3
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -45,7 +42,9 @@ def make_tokenizer(texts: list[str], vocabulary: int = 1400) -> Any:
     return fast
 
 
-def make_model(tokenizer: Any, seed: int, *, hidden: int = 128, layers: int = 4, feed: int = 320, context: int = 256) -> Any:
+def make_model(
+    tokenizer: Any, seed: int, *, hidden: int = 128, layers: int = 4, feed: int = 320, context: int = 256
+) -> Any:
     """An untrained Llama in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,30 +79,30 @@ def warm_start(
     examples: list[tuple[list[int], int]],
     *,
     steps: int,
-    batch: int = 64,
-    learning_rate: float = 3e-3,
+    batch: int = 32,
     seed: int = 0,
     progress: Callable[[int, float], None] = lambda step, loss: None,
-) -> float:
-    """Supervised training on the answers; returns the last loss. Sequences of like length share a batch."""
+) -> None:
+    """Supervised training on the answers. `progress` is told the step and its loss."""
     import torch
 
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    from .muon import Muon
+
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    muon, adam = Muon(inner, MUON_RATE), torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
-    loss_value = float("nan")
     for step, rows in zip(range(steps), _batches(examples, batch, seed), strict=False):
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate * _schedule(step / steps)
+        scale = _schedule(step / steps)
         loss = _answer_loss(model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        if step % 20 == 0 or step == steps - 1:
-            loss_value = loss.item()
-            progress(step, loss_value)
+        adam.param_groups[0]["lr"] = ADAM_RATE * scale
+        muon.step(scale)
+        adam.step()
+        model.zero_grad(set_to_none=True)
+        progress(step, loss.item())
     model.eval()
-    return loss_value
 
 
 def _schedule(done: float) -> float:

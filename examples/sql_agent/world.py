@@ -109,9 +109,9 @@ class _Drawer:
         answer = self._answer(draft, draft.query, db)
         if not answer or all(cell in (None, 0) for row in answer for cell in row) or self._is_tied(draft.query, db):
             return False
-        wrong = [mistakes.habit(draft.kind, draft.query)]
-        wrong += [query for fault, query in mistakes.slips(draft.query, db, self.rng) if fault in ("condition", "order")]
-        return all(query is None or self._answer(draft, query, db) != answer for query in wrong)
+        slips = mistakes.slips(draft.query, db, self.rng)
+        wrong = [query for fault, query in slips if fault in ("condition", "order")]
+        return all(self._answer(draft, query, db) != answer for query in wrong)
 
     def _is_tied(self, query: Query, db: Database) -> bool:
         """Whether the first group is no clear winner, or some group is empty and would really be the smallest."""
