@@ -34,6 +34,15 @@ def test_invoke(world):
     assert [call.parent_id for call in calls] == [span.id for span in agents]
 
 
+def test_the_client_that_the_model_makes_for_itself(world):
+    from langchain_openai import ChatOpenAI
+
+    w = world()
+    with w.attempt() as scope:
+        ChatOpenAI(base_url=w.engine.base_url, api_key="none", model="base").invoke("hi", config=listening())
+    assert w.check(scope) == [""]
+
+
 def test_llm_span_has_the_genai_attributes(world):
     w = world("four")
     with w.attempt() as scope:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from langchain_openai import ChatOpenAI
+from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
 
 from agentlightning import context
 from agentlightning.recorder import Recorder
@@ -54,15 +55,20 @@ class World:
     def __exit__(self, *_: object) -> None:
         self._undo()
         for model in self._models:
-            model.root_client.close()
+            model.http_client.close()
         self.recorder.close()
         self.store.close()
         self.engine.close()
 
     def llm(self, **kwargs: Any) -> ChatOpenAI:
-        """A model with a static base URL: only the trace context says where a call belongs."""
-        given = {"base_url": self.engine.base_url, "api_key": "none", "model": "base", "max_retries": 0} | kwargs
-        model = ChatOpenAI(**given)
+        """A model with a static base URL: only the trace context says where a call belongs.
+
+        Its HTTP clients are its own: those that langchain-openai shares between models by address cannot be closed,
+        for a later test may get the same port.
+        """
+        given = {"base_url": self.engine.base_url, "api_key": "none", "model": "base", "max_retries": 0}
+        given |= {"http_client": DefaultHttpxClient(), "http_async_client": DefaultAsyncHttpxClient()}
+        model = ChatOpenAI(**(given | kwargs))
         self._models.append(model)
         return model
 
@@ -74,7 +80,7 @@ class World:
                 return await program
             finally:
                 for model in self._models:
-                    await model.root_async_client.close()
+                    await model.http_async_client.aclose()
 
         return asyncio.run(whole())
 
