@@ -78,7 +78,7 @@ def test_tool_calls_and_their_results_pass_byte_for_byte(tmp_path: Path) -> None
         attempt = world.attempt()
         answer = world.client(attempt).chat.completions.create(model="policy", messages=HELLO, tools=TOOLS)
         calls = answer.choices[0].message.tool_calls or []
-        assert [getattr(call, "function").arguments for call in calls] == [arguments, arguments]
+        assert [call.function.arguments for call in calls] == [arguments, arguments]
         history = [*HELLO, answer.choices[0].message.model_dump(exclude_none=True)]
         history += [{"role": "tool", "tool_call_id": call.id, "content": "<&\"'> é"} for call in calls]
         world.post(attempt, messages=history, tools=TOOLS)

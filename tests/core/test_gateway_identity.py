@@ -89,9 +89,7 @@ def test_an_agent_path_in_the_url_may_contain_anything(tmp_path: Path) -> None:
         assert [call.path for call in world.calls(attempt)] == ["team/wri tér", "team/v1"]
 
 
-def test_a_call_of_no_attempt_is_served_kept_counted_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_of_no_attempt_is_served_kept_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with World(tmp_path, "hi") as world:
         attempt = world.attempt()
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_tool_calls_in_a_stream_reach_the_sdk_and_the_record(tmp_path: Path) -> 
             message = stream.get_final_completion().choices[0].message
         (call,) = world.calls(attempt)
     assert message.content == "thinking 😀"
-    assert [getattr(c, "function").arguments for c in message.tool_calls or []] == [ARGUMENTS, ARGUMENTS]
+    assert [c.function.arguments for c in message.tool_calls or []] == [ARGUMENTS, ARGUMENTS]
     assert [c["function"]["arguments"] for c in call.response["tool_calls"]] == [ARGUMENTS, ARGUMENTS]
     assert call.finish_reason == "tool_calls" and call.defect is None
 
@@ -167,7 +168,7 @@ def test_cuts_may_be_anywhere(cuts: list[int], crlf: bool) -> None:
     whole, pieces = StreamCapture(Keep(False, False, False), 1), StreamCapture(Keep(False, False, False), 1)
     expected = whole.feed(data) + whole.tail()
     edges = [0, *sorted(cuts), len(data)]
-    shown = b"".join(pieces.feed(data[a:b]) for a, b in zip(edges, edges[1:], strict=False)) + pieces.tail()
+    shown = b"".join(pieces.feed(data[a:b]) for a, b in itertools.pairwise(edges)) + pieces.tail()
     assert shown == expected and pieces.capture == whole.capture
     assert b"token_ids" not in shown and b"prompt_tokens" not in shown
     assert pieces.capture.choices[0].message["content"] == "thinking 😀"
@@ -198,7 +199,5 @@ def test_comments_and_other_fields_of_events_pass(tmp_path: Path) -> None:
     capture = StreamCapture(Keep(False, False, True), 1)
     event = b'event: x\nid: 1\ndata: {"choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\n'
     shown = capture.feed(b": ping\n\n" + event)
-    assert shown == (
-        b': ping\n\nevent: x\nid: 1\ndata: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
-    )
+    assert shown == (b': ping\n\nevent: x\nid: 1\ndata: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
     assert capture.capture.choices[0].ids == [5]

@@ -55,7 +55,13 @@ class World:
 
     def attempt(self, **fields: Any) -> Attempt:
         """A running attempt of a new rollout with these fields."""
-        given: dict[str, Any] = {"id": new_id(), "task": {}, "task_id": "t", "group_id": "g", "resources": {"policy": 3}}
+        given: dict[str, Any] = {
+            "id": new_id(),
+            "task": {},
+            "task_id": "t",
+            "group_id": "g",
+            "resources": {"policy": 3},
+        }
         self.store.enqueue([Rollout(**given | {"run_id": self.run.id} | fields)])
         ((_, attempt),) = self.store.lease("worker", 1)
         return attempt
@@ -70,7 +76,9 @@ class World:
         self._clients.append(client)
         return client
 
-    def post(self, attempt: Attempt | None = None, *, url: str = "", headers: Any = None, **body: Any) -> httpx.Response:
+    def post(
+        self, attempt: Attempt | None = None, *, url: str = "", headers: Any = None, **body: Any
+    ) -> httpx.Response:
         """A plain HTTP call, as a program without any SDK makes it."""
         request = {"model": "policy", "messages": HELLO} | body
         return self.http.post(f"{url or self.base_url(attempt)}/chat/completions", json=request, headers=headers)

@@ -159,7 +159,7 @@ class _Chat:
             await self._door.chat(scope, receive, send)
         except Problem as problem:
             await problem(scope, receive, send)
-        except Exception as error:  # noqa: BLE001  # a store may fail in its own ways; the client must hear of it
+        except Exception as error:  # a store may fail in its own ways; the client must hear of it
             logger.exception("a model call could not be served")
             await Problem(500, "gateway_error", f"the call could not be served: {error}")(scope, receive, send)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.gateway.capture import Capture, Choice, arrays
+from agentlightning.gateway.capture import Capture, Tokens, tokens
 from agentlightning.gateway.checks import defect
 from agentlightning.gateway.directory import Place, Target
 from agentlightning.gateway.identity import Caller
@@ -62,22 +62,25 @@ class Call(msgspec.Struct, eq=False):
     def completions(self, capture: Capture, stamp: int | None, reason: str | None) -> list[Completion]:
         """One record per choice, at least one. `stamp`: version in the answer's head. `reason`: a defect of the
         whole call."""
-        choices = dict(sorted(capture.choices.items())) or {0: Choice()}
-        sampled = sum(len(choice.ids or ()) for choice in choices.values())
-        return [
-            self._completion(capture, index, choice, stamp, reason or self._defect(capture, choice, sampled))
-            for index, choice in choices.items()
-        ]
+        if not capture.choices:
+            capture.choice(0)
+        arrays = tokens(capture)
+        sampled = sum(len(each.response_ids) for each in arrays.values())
+        records = []
+        for index, each in arrays.items():
+            choice = capture.choices[index]
+            found = reason or self._forgiven(defect(capture, choice, each, sampled))
+            records.append(self._completion(capture, index, each, stamp, found))
+        return records
 
-    def _defect(self, capture: Capture, choice: Choice, sampled: int) -> str | None:
-        found = defect(capture, choice, sampled)
+    def _forgiven(self, found: str | None) -> str | None:
         # An endpoint that is no policy owes us no tokens; the ledger calls it `not_policy`.
         return None if self.target.policy is None and found in ("no_token_ids", "no_logprobs") else found
 
     def _completion(
-        self, capture: Capture, index: int, choice: Choice, stamp: int | None, reason: str | None
+        self, capture: Capture, index: int, each: Tokens, stamp: int | None, reason: str | None
     ) -> Completion:
-        prompt_ids, response_ids, logprobs = arrays(capture, choice)
+        choice = capture.choices[index]
         version = max(capture.versions) if capture.versions else stamp
         response = choice.message
         if capture.error is not None:
@@ -90,9 +93,9 @@ class Call(msgspec.Struct, eq=False):
             model=self.target.model,
             policy=self.target.policy,
             version=version if version is not None else self.target.version,
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            logprobs=logprobs,
+            prompt_ids=each.prompt_ids,
+            response_ids=each.response_ids,
+            logprobs=each.logprobs,
             finish_reason=choice.finish_reason or "",
             request=self.request,
             response=response,

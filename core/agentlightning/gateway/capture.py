@@ -6,7 +6,7 @@ Values are decoded only where they are needed; all else passes through as the by
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -238,17 +238,27 @@ def _merge_calls(calls: list[Json], deltas: list[Json]) -> None:
             call["function"][key] += function.get(key) or ""
 
 
-def arrays(capture: Capture, choice: Choice) -> tuple[Ids, Ids, Floats]:
-    """Prompt ids, response ids and log-probabilities; empty where the engine sent none or not numbers of the type."""
-    return (
-        _array(capture.prompt_ids, np.int32),
-        _array(choice.ids, np.int32),
-        _array([float("nan") if v is None else v for v in choice.logprobs or ()], np.float32),
-    )
+class Tokens(NamedTuple):
+    """What a record keeps of one choice; shapes [prompt tokens], [response tokens], [log-probabilities sent]."""
+
+    prompt_ids: Ids
+    response_ids: Ids
+    logprobs: Floats
+    """NaN where the engine sent none for a token."""
 
 
-def _array(values: list[Any] | None, kind: Any) -> Any:
+def tokens(capture: Capture) -> dict[int, Tokens]:
+    """By choice, in order; empty arrays where the engine sent nothing or no ids of 32 bits (`malformed` says so)."""
+    prompt_ids = _array(capture, capture.prompt_ids, np.int32)
+    return {
+        index: Tokens(prompt_ids, _array(capture, choice.ids, np.int32), _array(capture, choice.logprobs, np.float32))
+        for index, choice in sorted(capture.choices.items())
+    }
+
+
+def _array(capture: Capture, values: list[Any] | None, kind: Any) -> Any:
     try:
-        return np.array(values or (), dtype=kind)
-    except (OverflowError, ValueError):
+        return np.array(values or (), dtype=kind)  # None becomes NaN
+    except OverflowError as error:
+        capture.malformed = capture.malformed or f"ids beyond 32 bits: {error}"
         return np.array((), dtype=kind)

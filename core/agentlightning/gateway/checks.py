@@ -5,9 +5,7 @@ A choice with a defect is served like any other; the defect is the reason that t
 
 from __future__ import annotations
 
-import math
-
-from agentlightning.gateway.capture import Capture, Choice
+from agentlightning.gateway.capture import Capture, Choice, Tokens
 
 GOOD_ENDINGS = frozenset({"stop", "length", "tool_calls", "function_call"})
 """Finish reasons of complete samples. `length` is one: the tokens were sampled all the same."""
@@ -16,7 +14,11 @@ IMPOSSIBLE = -9999.0
 """What vLLM reports for minus infinity: no sampled token can have it."""
 
 
-def defect(capture: Capture, choice: Choice, sampled: int) -> str | None:
+ROUNDING = 1e-3
+"""How far above 0 an engine's arithmetic may put a log-probability."""
+
+
+def defect(capture: Capture, choice: Choice, tokens: Tokens, sampled: int) -> str | None:
     """The first thing that makes this choice untrainable, or None. `sampled`: ids of all choices of the call."""
     if capture.error is not None:
         return "upstream_error"
@@ -26,7 +28,7 @@ def defect(capture: Capture, choice: Choice, sampled: int) -> str | None:
         return "no_token_ids"
     if not choice.ids:
         return "empty"
-    return _numbers(capture, choice) or _lengths(capture, choice, sampled) or _ending(capture, choice)
+    return _numbers(choice, tokens) or _lengths(capture, tokens, sampled) or _ending(capture, choice)
 
 
 def explain(capture: Capture, choice: Choice) -> str:
@@ -40,19 +42,19 @@ def explain(capture: Capture, choice: Choice) -> str:
     )
 
 
-def _numbers(capture: Capture, choice: Choice) -> str | None:
-    if any(min(ids) < 0 or max(ids) >= 2**31 for ids in (capture.prompt_ids, choice.ids) if ids):
+def _numbers(choice: Choice, tokens: Tokens) -> str | None:
+    if min(tokens.prompt_ids.min(), tokens.response_ids.min()) < 0:
         return "bad_token_ids"
     if choice.logprobs is None:
         return "no_logprobs"
-    good = all(v is not None and math.isfinite(v) and IMPOSSIBLE < v <= 1e-3 for v in choice.logprobs)
-    return None if good else "bad_logprobs"
+    within = (tokens.logprobs > IMPOSSIBLE) & (tokens.logprobs <= ROUNDING)  # NaN is neither
+    return None if within.all() else "bad_logprobs"
 
 
-def _lengths(capture: Capture, choice: Choice, sampled: int) -> str | None:
+def _lengths(capture: Capture, tokens: Tokens, sampled: int) -> str | None:
     agree = (
-        len(choice.ids or ()) == len(choice.logprobs or ())
-        and capture.prompt_tokens in (None, len(capture.prompt_ids or ()))
+        len(tokens.response_ids) == len(tokens.logprobs)
+        and capture.prompt_tokens in (None, len(tokens.prompt_ids))
         and capture.completion_tokens in (None, sampled)
     )
     return None if agree else "length_mismatch"

@@ -67,7 +67,7 @@ class Proxy:
             call.task.uncancel()
             gone = Problem(410, "attempt_cancelled", "this attempt was cancelled while the model answered: stop here.")
             return await self._fail(call, stream.capture, call.stopped, gone, send)
-        except Exception as error:  # noqa: BLE001  # a defect of ours: the call is kept and the client told
+        except Exception as error:  # a defect of ours: the call is kept and the client told
             logger.exception("the gateway failed on model call %s", call.id)
             ours = Problem(500, "gateway_error", f"the gateway failed ({type(error).__name__}): see its log.")
             return await self._fail(call, stream.capture, "gateway_error", ours, send)

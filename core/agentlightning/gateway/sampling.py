@@ -57,6 +57,20 @@ class Keep(msgspec.Struct, frozen=True):
         return cls(bool(request.get("logprobs")), bool(request.get("return_token_ids")), usage)
 
 
+class _Numbers(msgspec.Struct):
+    """Repetitions of one question."""
+
+    following: int = 0
+    returned: list[int] = []
+
+    def take(self) -> int:
+        if self.returned:
+            self.returned.sort()
+            return self.returned.pop(0)
+        self.following += 1
+        return self.following - 1
+
+
 class Seeds:
     """Seeds that depend on what is asked and never on when.
 
@@ -66,22 +80,21 @@ class Seeds:
 
     def __init__(self, size: int = 4096) -> None:
         self._size = size
-        self._taken: OrderedDict[str, dict[bytes, set[int]]] = OrderedDict()
+        self._asked: OrderedDict[str, dict[bytes, _Numbers]] = OrderedDict()
 
     def take(self, place: Place, path: str, messages: Any) -> tuple[bytes, int]:
         """The question's digest and how often it was asked before."""
         digest = hashlib.blake2b(dumps([path, messages], ordered=True), digest_size=16).digest()
-        asked = self._taken.setdefault(place.attempt.id, {})
-        self._taken.move_to_end(place.attempt.id)
-        while len(self._taken) > self._size:
-            self._taken.popitem(last=False)
-        numbers = asked.setdefault(digest, set())
-        number = next(i for i in range(len(numbers) + 1) if i not in numbers)
-        numbers.add(number)
-        return digest, number
+        asked = self._asked.setdefault(place.attempt.id, {})
+        self._asked.move_to_end(place.attempt.id)
+        while len(self._asked) > self._size:
+            self._asked.popitem(last=False)
+        return digest, asked.setdefault(digest, _Numbers()).take()
 
     def give_back(self, place: Place, ticket: tuple[bytes, int]) -> None:
-        self._taken.get(place.attempt.id, {}).get(ticket[0], set()).discard(ticket[1])
+        numbers = self._asked.get(place.attempt.id, {}).get(ticket[0])
+        if numbers is not None:
+            numbers.returned.append(ticket[1])
 
 
 def seed_of(place: Place, ticket: tuple[bytes, int]) -> int:

@@ -145,5 +145,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise GatewayError(f"the gateway cannot listen on {host}:{port} ({error}): choose another, or port 0.") from error
+        raise GatewayError(
+            f"the gateway cannot listen on {host}:{port} ({error}): choose another, or port 0."
+        ) from error
     return listener
