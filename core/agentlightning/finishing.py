@@ -1,0 +1,190 @@
+"""How an attempt is closed: everything of it is committed first, and its outcome last.
+
+So whoever reads a rollout in a final state sees all of it. The barriers of recorder and gateway wait for the disk;
+one thread therefore takes all attempts that ended meanwhile and pays for them once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from agentlightning.errors import NotFound, RewardError, StoreError, Superseded
+from agentlightning.execution import Call, Ended
+from agentlightning.outcomes import classify, describe
+from agentlightning.program import returned_rewards
+from agentlightning.recorder import Recorder
+from agentlightning.schema import (
+    Attempt,
+    Outcome,
+    Reward,
+    Rollout,
+    RolloutState,
+    Span,
+    SpanKind,
+    new_span_id,
+    now_ns,
+)
+from agentlightning.store.base import Store
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Pauses between the tries of a write that the store refuses; then the attempt is left to its lease."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One attempt in the hands of a runner."""
+
+    rollout: Rollout
+    attempt: Attempt
+    deadline: float
+    """Monotonic seconds."""
+    call: Call | None = None
+    cause: Outcome | None = None
+    """Why we ended it ourselves; None: we did not, and its program decides."""
+    reason: str = ""
+    give_up_at: float = 0.0
+    """When to stop waiting for a program that was told to end."""
+    over: bool = False
+    """Its program has ended or was written off: what comes later is ignored."""
+
+
+@dataclass(eq=False, slots=True)
+class Verdict:
+    """What an attempt comes to."""
+
+    job: Job
+    outcome: Outcome
+    error: str | None
+    rewards: list[Reward]
+    spans: list[Span]
+
+    def spoil(self, trouble: Exception) -> None:
+        """Something of the attempt may be missing in the store, so it must not count as a good one."""
+        if self.outcome is not Outcome.CANCELLED:
+            self.outcome, self.rewards = Outcome.INFRA_ERROR, []
+        self.error = f"{describe(trouble)}\n\n{self.error or ''}".strip()
+
+
+def judge(job: Job, ended: Ended, program: str, gateway_url: str) -> Verdict:
+    """The verdict on an attempt whose `program` (a name) ended like this. A failed one never has a returned reward."""
+    error = ended.error
+    if job.cause is not None:
+        said = "" if error is None or isinstance(error, asyncio.CancelledError) else describe(error)
+        return Verdict(job, job.cause, f"{job.reason}\n\n{said}".strip(), [], [])
+    if error is None:
+        try:
+            return Verdict(job, Outcome.OK, None, returned_rewards(ended.value, job.attempt.id, program), [])
+        except RewardError as refused:
+            error = refused
+        except Exception as odd:  # noqa: BLE001  a returned object may do anything when it is looked at
+            error = RewardError(f"what {program} returned cannot be read as a reward: {type(odd).__name__}: {odd}.")
+    text = describe(error)
+    return Verdict(job, classify(error, gateway_url), text, [], [_exception_span(job, error, text)])
+
+
+def _exception_span(job: Job, error: BaseException, text: str) -> Span:
+    """OpenTelemetry's attribute names: https://opentelemetry.io/docs/specs/semconv/attributes-registry/exception/"""
+    now = now_ns()
+    attributes = {"exception.type": type(error).__qualname__, "exception.stacktrace": text}
+    last = text.rpartition("\n")[2][:500]
+    name = type(error).__name__
+    return Span(new_span_id(), job.attempt.id, SpanKind.EXCEPTION, name, None, "", now, now, "error", last, attributes)
+
+
+class Finisher:
+    """The thread that closes attempts. `finished(job, outcome, state)` is told of each; state None: it did not count."""
+
+    def __init__(
+        self,
+        store: Store,
+        recorder: Recorder,
+        barrier: Callable[[], None],
+        judge: Callable[[Job, Ended], Verdict],
+        finished: Callable[[Job, Outcome, RolloutState | None], None],
+    ) -> None:
+        self._store, self._recorder, self._barrier = store, recorder, barrier
+        self._judge, self._finished = judge, finished
+        self._queue: SimpleQueue[tuple[Job, Ended] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="agl-finisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: Job, ended: Ended) -> None:
+        self._queue.put((job, ended))
+
+    def close(self) -> None:
+        """Returns when all that was put has been closed."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            batch = [self._queue.get()]
+            while batch[-1] is not None:
+                try:
+                    batch.append(self._queue.get_nowait())
+                except Empty:
+                    break
+            more = batch[-1] is not None
+            self._settle([self._judge(*entry) for entry in batch if entry is not None])
+
+    def _settle(self, verdicts: list[Verdict]) -> None:
+        if not verdicts:
+            return
+        try:
+            self._recorder.flush()
+            self._barrier()
+        except Exception as trouble:  # noqa: BLE001  told in each attempt
+            log.warning("the records of %d attempts may be incomplete: %s", len(verdicts), trouble)
+            for verdict in verdicts:
+                verdict.spoil(trouble)
+        try:
+            self._add(verdicts)
+        except Exception as trouble:  # noqa: BLE001  told in each attempt
+            log.warning("the rewards of %d attempts could not be stored: %s", len(verdicts), trouble)
+            for verdict in verdicts:
+                verdict.spoil(trouble)
+        for verdict in verdicts:
+            self._finished(verdict.job, verdict.outcome, self._finish(verdict))
+
+    def _add(self, verdicts: list[Verdict]) -> None:
+        spans = [span for verdict in verdicts for span in verdict.spans]
+        rewards = [reward for verdict in verdicts for reward in verdict.rewards]
+        if spans or rewards:
+            _patiently(lambda: self._store.add(spans=spans, rewards=rewards))
+
+    def _finish(self, verdict: Verdict) -> RolloutState | None:
+        attempt = verdict.job.attempt
+        try:
+            return _patiently(lambda: self._store.finish(attempt.id, verdict.outcome, verdict.error))
+        except Superseded as error:
+            log.info("%s", error)
+        except Exception:
+            log.exception("attempt %s could not be finished; it is left to its lease", attempt.id)
+        return None
+
+
+def _patiently(write: Callable[[], T]) -> T:
+    """Writes are idempotent, so one that may or may not have arrived is simply repeated."""
+    for pause in PATIENCE_S:
+        try:
+            return write()
+        except (NotFound, Superseded):
+            raise
+        except (StoreError, OSError) as error:
+            log.warning("the store refused a write, next try in %g s: %s", pause, error)
+            time.sleep(pause)
+    return write()
