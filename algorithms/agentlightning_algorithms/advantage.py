@@ -30,7 +30,7 @@ def grpo(returns: Sequence[float], std: str = "sample") -> npt.NDArray[np.float6
         raise ValueError("a group needs at least two returns; sample each task more than once.")
     centred = values - values.mean()
     if std == "none":
-        return centred
+        return np.asarray(centred)
     return np.asarray(centred / (values.std(ddof={"sample": 1, "population": 0}[std]) + EPSILON))
 
 

@@ -21,7 +21,7 @@ def rows_of(groups: Sequence[Group], aggregation: str = "token") -> list[Row]:
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     total = sum(_sampled(trajectory) for trajectory in trajectories)
-    rows = []
+    rows: list[Row] = []
     for trajectory in trajectories:
         weight = 1 / total if aggregation == "token" else 1 / (len(trajectories) * _sampled(trajectory))
         rows.extend(_row(chain, weight) for chain in lineages(trajectory.transitions))

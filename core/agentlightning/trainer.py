@@ -161,7 +161,9 @@ class Trainer:
         self.store.close()
 
     def _config(self, program: Program, **more: str) -> dict[str, object]:
-        described = dataclasses.asdict(self.algorithm) if dataclasses.is_dataclass(self.algorithm) else {}  # type: ignore[call-overload]
+        described: dict[str, Any] = {}
+        if dataclasses.is_dataclass(self.algorithm) and not isinstance(self.algorithm, type):
+            described = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
         return {
             "algorithm": type(self.algorithm).__name__,
             "knobs": plain({key: _stable(value) for key, value in described.items()}),
