@@ -5,6 +5,7 @@ What remains afterwards, tables and curves, is in `results.py`.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from agentlightning.schema import Episode, Step
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.table import Table
 
 __all__ = ["Display", "Meter", "evaluation_line", "step_line", "write_results"]
+
+log = logging.getLogger(__name__)
 
 
 class Meter:
@@ -66,7 +70,7 @@ class Meter:
 
 
 class Display:
-    """Shows a run while it goes. Never the cause of its end: what cannot be shown is logged.
+    """Shows a run while it goes. A terminal that has gone away is not the end of the run.
 
     `console`: standard error unless given. `clock` gives seconds.
     """
@@ -78,7 +82,7 @@ class Display:
         self._clock = clock
         self._meter = Meter(0, clock)
         self._title = ""
-        self._step_began = clock()
+        self._step_began: float | None = None
         self._step_seconds: list[float] = []
         self._progress: Progress | None = _progress(self.console) if self.console.is_terminal else None
         self._bar: Any = None
@@ -98,6 +102,8 @@ class Display:
     def sampling(self, title: str, total: int) -> None:
         """A batch of `total` rollouts begins."""
         self._title, self._meter = title, Meter(total, self._clock)
+        if self._step_began is None:
+            self._step_began = self._clock()
         if self._progress is not None:
             if self._bar is not None:
                 self._progress.remove_task(self._bar)
@@ -113,8 +119,8 @@ class Display:
     def step(self, step: Step, total: int) -> None:
         """A training step is complete."""
         now = self._clock()
-        self._step_seconds.append(now - self._step_began)
-        self._step_began = now
+        self._step_seconds.append(now - (now if self._step_began is None else self._step_began))
+        self._step_began = None
         left = self.left_s(step.number, total)
         self._print(step_line(step, total, self._step_seconds[-1], left))
         if self._progress is not None:
@@ -124,7 +130,7 @@ class Display:
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """An evaluation is complete; the time it took is not a step's."""
-        self._step_began = self._clock()
+        self._step_began = None
         self._print(evaluation_line(evaluation))
 
     def end(self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], folder: Path) -> None:
@@ -132,7 +138,7 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
         if before and after:
-            self.console.print(comparison(before, after))
+            self._print(comparison(before, after))
         self._print(f"tables and curves: {folder}")
 
     def left_s(self, number: int, total: int) -> float | None:
@@ -141,8 +147,11 @@ class Display:
             return None
         return sum(self._step_seconds) / len(self._step_seconds) * (total - number)
 
-    def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, line: str | Table) -> None:
+        try:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:
+            log.warning("the terminal takes no more (%s): %s", error, line)
 
 
 def step_line(step: Step, total: int, seconds: float, left_s: float | None) -> str:
