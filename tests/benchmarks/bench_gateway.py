@@ -175,7 +175,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=512, help="calls in a block")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    rows: list[list[object]] = [["clients", "answer", "gateway CPU ms", "direct p50 ms", "proxied p50 ms", "added p50 ms"]]
+    rows: list[list[object]] = [
+        ["clients", "answer", "gateway CPU ms", "direct p50 ms", "proxied p50 ms", "added p50 ms"]
+    ]
     metrics: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -58,8 +58,10 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._error: Cut | None = None
         self.reader = Reader()
+        self.asked = False
+        """Whether an answer is due."""
         self.heard = False
-        """Whether any byte of the current answer has come."""
+        """Whether any byte of it has come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -67,6 +69,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
+        if not self.asked:
+            return self._fail("the engine sent what nobody asked for")
         try:
             self.reader.feed(data)
         except Broken as error:
@@ -92,7 +96,7 @@ class _Connection(asyncio.Protocol):
         return self._error is None and self.reader.status == 0 and not self.transport.is_closing()
 
     def ask(self, head: bytes, body: bytes) -> None:
-        self.heard = False
+        self.asked, self.heard = True, False
         self.transport.write(head + body)
 
     async def more(self) -> None:
@@ -108,6 +112,7 @@ class _Connection(asyncio.Protocol):
         """Makes the connection ready for the next request; False when it cannot be used again."""
         reusable = self.reader.complete and self.reader.reusable
         self.reader.reset()
+        self.asked = False
         return reusable and self.usable
 
     def _fail(self, why: str) -> None:
