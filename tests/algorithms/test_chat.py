@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from agentlightning_algorithms.policy.chat import (  # noqa: E402
+from agentlightning_algorithms.policy.chat import (
     Chat,
     ChatError,
     StopFinder,
@@ -18,7 +18,7 @@ from agentlightning_algorithms.policy.chat import (  # noqa: E402
     held_back,
     tool_calls,
 )
-from tests.fakes.tiny import TEMPLATE, tiny_tokenizer  # noqa: E402
+from tests.fakes.tiny import TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 CHAT = Chat(TOKENIZER)

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agentlightning.errors import PolicyError  # noqa: E402
-from agentlightning_algorithms.policy.torch_engine import Engine, Served  # noqa: E402
-from agentlightning_algorithms.policy.torch_job import Job  # noqa: E402
-from agentlightning_algorithms.policy.torch_lane import Lane, common_prefix  # noqa: E402
-from agentlightning_algorithms.policy.torch_model import Network  # noqa: E402
-from agentlightning_algorithms.policy.torch_options import TorchOptions  # noqa: E402
-from agentlightning_algorithms.policy.torch_sampling import Uniforms  # noqa: E402
-from tests.fakes.tiny import tiny_model, tiny_tokenizer  # noqa: E402
+from agentlightning.errors import PolicyError
+from agentlightning_algorithms.policy.torch_engine import Engine, Served
+from agentlightning_algorithms.policy.torch_job import Job
+from agentlightning_algorithms.policy.torch_lane import Lane, common_prefix
+from agentlightning_algorithms.policy.torch_model import Network
+from agentlightning_algorithms.policy.torch_options import TorchOptions
+from agentlightning_algorithms.policy.torch_sampling import Uniforms
+from tests.fakes.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 256
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agentlightning_algorithms.loss import clip_loss, k3, policy_loss  # noqa: E402
+from agentlightning_algorithms.loss import clip_loss, k3, policy_loss
 
 
 def tensor(*values: float) -> "torch.Tensor":

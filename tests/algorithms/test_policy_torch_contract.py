@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from agentlightning_algorithms.policy.base import PolicySettings  # noqa: E402
-from agentlightning_algorithms.policy.torch import TorchPolicy  # noqa: E402
-from tests.conformance.policy import Make, PolicyContract  # noqa: E402
-from tests.fakes.tiny import save_tiny  # noqa: E402
+from agentlightning_algorithms.policy.base import PolicySettings
+from agentlightning_algorithms.policy.torch import TorchPolicy
+from tests.conformance.policy import Make, PolicyContract
+from tests.fakes.tiny import save_tiny
 
 
 def maker(folder: Path, **defaults: Any) -> Make:

@@ -10,18 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentlightning.errors import PolicyError  # noqa: E402
-from agentlightning.schema import Route, floats, ids  # noqa: E402
-from agentlightning_algorithms.policy.base import PolicySettings, Row, Update  # noqa: E402
-from agentlightning_algorithms.policy.torch_checkpoint import load, save  # noqa: E402
-from agentlightning_algorithms.policy.torch_job import Job  # noqa: E402
-from agentlightning_algorithms.policy.torch_lora import folder_name, selector_of  # noqa: E402
-from agentlightning_algorithms.policy.torch_options import parse_options  # noqa: E402
-from agentlightning_algorithms.policy.torch_sampling import Uniforms  # noqa: E402
-from agentlightning_algorithms.policy.torch_weights import Weights  # noqa: E402
-from tests.fakes.tiny import save_tiny  # noqa: E402
+from agentlightning.errors import PolicyError
+from agentlightning.schema import Route, floats, ids
+from agentlightning_algorithms.policy.base import PolicySettings, Row, Update
+from agentlightning_algorithms.policy.torch_checkpoint import load, save
+from agentlightning_algorithms.policy.torch_job import Job
+from agentlightning_algorithms.policy.torch_lora import folder_name, selector_of
+from agentlightning_algorithms.policy.torch_options import parse_options
+from agentlightning_algorithms.policy.torch_sampling import Uniforms
+from agentlightning_algorithms.policy.torch_weights import Weights
+from tests.fakes.tiny import save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from agentlightning.errors import ConfigError, PolicyError  # noqa: E402
-from agentlightning_algorithms.policy.base import PolicySettings, Update  # noqa: E402
-from agentlightning_algorithms.policy.torch import TorchPolicy  # noqa: E402
-from tests.conformance.policy import Client, row_of  # noqa: E402
-from tests.fakes.tiny import save_tiny  # noqa: E402
+from agentlightning.errors import ConfigError, PolicyError
+from agentlightning_algorithms.policy.base import PolicySettings, Update
+from agentlightning_algorithms.policy.torch import TorchPolicy
+from tests.conformance.policy import Client, row_of
+from tests.fakes.tiny import save_tiny
 
 LONG = 2000
 

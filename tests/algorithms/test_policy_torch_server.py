@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from agentlightning.errors import PolicyError  # noqa: E402
-from agentlightning_algorithms.policy.chat import Chat  # noqa: E402
-from agentlightning_algorithms.policy.server import Server  # noqa: E402
-from agentlightning_algorithms.policy.torch_job import Job  # noqa: E402
-from tests.fakes.tiny import tiny_tokenizer  # noqa: E402
+from agentlightning.errors import PolicyError
+from agentlightning_algorithms.policy.chat import Chat
+from agentlightning_algorithms.policy.server import Server
+from agentlightning_algorithms.policy.torch_job import Job
+from tests.fakes.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 CHAT = Chat(TOKENIZER)
@@ -26,9 +26,8 @@ TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"typ
 class Script:
     """An engine that says what it is told to, a few tokens at a time."""
 
-    served = {"policy": None, "base": None}
-
     def __init__(self) -> None:
+        self.served = {"policy": None, "base": None}
         self.text = "hello Paris"
         self.failure = ""
         self.jobs: list[Job] = []
@@ -207,6 +206,11 @@ def test_stop_token_ids_and_max_tokens(door: Door) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         choice = door.choice(**{name: 2}, return_token_ids=True)
         assert (choice["token_ids"], choice["finish_reason"]) == (ids[:2], "length")
+
+
+def test_the_end_of_a_turn_is_ignored_on_request(door: Door) -> None:
+    door.choice(ignore_eos=True)
+    assert door.script.jobs[-1].stop_ids == frozenset()
 
 
 def test_several_choices_get_streams_of_their_own(door: Door) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agentlightning_algorithms.policy.torch_sampling import Draw, Uniforms, sample  # noqa: E402
+from agentlightning_algorithms.policy.torch_sampling import Draw, Uniforms, sample
 
 
 def draw(uniforms: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Draw:

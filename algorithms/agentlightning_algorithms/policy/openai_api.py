@@ -62,6 +62,7 @@ class Ask(NamedTuple):
     seed: int | None
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
+    ignore_eos: bool
     stream: bool
     usage: bool
     logprobs: bool
@@ -97,6 +98,7 @@ def parse(body: Any, chat: Chat, *, models: Sequence[str], context: int, is_chat
         seed=None if body.get("seed") is None else int(_number(body, "seed", 0, -(2**63), 2**64)),
         stops=tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s),
         stop_ids=frozenset(int(i) for i in body.get("stop_token_ids") or ()),
+        ignore_eos=bool(body.get("ignore_eos")),
         stream=bool(body.get("stream")),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
         logprobs=logprobs is not None and logprobs is not False,

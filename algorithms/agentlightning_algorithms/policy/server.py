@@ -115,7 +115,7 @@ class Server:
                 temperature=ask.temperature,
                 top_p=ask.top_p,
                 top_k=ask.top_k,
-                stop_ids=self.eos | ask.stop_ids,
+                stop_ids=ask.stop_ids if ask.ignore_eos else self.eos | ask.stop_ids,
                 stopped=StopFinder(self.chat, ask.stops) if ask.stops else None,
                 streaming=ask.stream,
                 wake=news.set,

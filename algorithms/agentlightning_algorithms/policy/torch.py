@@ -68,6 +68,9 @@ class TorchPolicy:
     def _spawn(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # OpenMP threads that wait by spinning take the core from the program they wait for: five times slower where the
+        # cores are shared with gateway and agents.
+        quiet |= {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
         child = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.torch_worker"],
             stdin=subprocess.PIPE,

