@@ -25,8 +25,9 @@ from langchain_core.tracers.context import register_configure_hook
 
 from agentlightning.context import Scope, Token, reset_scope, set_scope, surrounding
 from agentlightning.hooks import hookimpl
+from agentlightning.plain import plain
 from agentlightning.recorder import Recorder
-from agentlightning.schema import Span, SpanKind, leaf, plain
+from agentlightning.schema import Span, SpanKind, leaf
 from agentlightning_adapters.langgraph_place import Place
 
 logger = logging.getLogger(__name__)

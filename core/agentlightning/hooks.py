@@ -28,7 +28,7 @@ def agl_callback(recorder: Recorder) -> Any:
 
 
 @hookspec(firstresult=True)
-def agl_install(recorder: Recorder) -> Callable[[], None]:
+def agl_install(recorder: Recorder) -> Callable[[], None]:  # type: ignore[empty-body]
     """Listen globally; returns the undo, which leaves the framework as it was."""
 
 

@@ -17,7 +17,8 @@ import msgspec
 
 from agentlightning.context import Scope, current
 from agentlightning.errors import NotFound, StoreError, Superseded
-from agentlightning.schema import Reward, Span, SpanKind, finite, new_id, new_span_id, now_ns, plain
+from agentlightning.plain import plain
+from agentlightning.schema import Reward, Span, SpanKind, finite, new_id, new_span_id, now_ns
 
 logger = logging.getLogger(__name__)
 

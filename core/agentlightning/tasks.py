@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from agentlightning.errors import ConfigError
-from agentlightning.schema import Json, plain
+from agentlightning.plain import plain
+from agentlightning.schema import Json
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -20,11 +20,12 @@ from agentlightning.errors import ConfigError, NothingToTrain, PolicyError, RunI
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.gateway import Gateway
 from agentlightning.loop import Loop
+from agentlightning.plain import plain
 from agentlightning.program import Program, program_of
 from agentlightning.recorder import Recorder
 from agentlightning.report import Display, write_results
 from agentlightning.runner import Runner
-from agentlightning.schema import Run, Step, new_id, plain
+from agentlightning.schema import Run, Step, new_id
 from agentlightning.store import open_store
 from agentlightning.store.base import LEASE_S
 from agentlightning.tasks import digest, tasks_of

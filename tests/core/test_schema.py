@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning import errors, schema
+from agentlightning.plain import plain
 from agentlightning.schema import (
     Attempt,
     Completion,
@@ -348,7 +349,7 @@ def test_plain_keeps_what_json_can_say_and_shows_the_rest() -> None:
         "np": np.float64(0.5),
         "bad": Grumpy(),
     }
-    assert schema.plain(state) == {
+    assert plain(state) == {
         "n": 1,
         "when": "datetime.date(2026, 1, 2)",
         "nan": "nan",
@@ -361,11 +362,11 @@ def test_plain_keeps_what_json_can_say_and_shows_the_rest() -> None:
 def test_plain_ends_for_circular_state() -> None:
     loop: dict[str, Any] = {}
     loop["self"] = loop
-    assert json.dumps(schema.plain(loop))
+    assert json.dumps(plain(loop))
 
 
 def test_plain_cuts_what_is_too_long_to_be_read() -> None:
-    assert len(schema.plain(bytes(1_000_000))) == 2000
+    assert len(plain(bytes(1_000_000))) == 2000
 
 
 @given(
@@ -374,12 +375,12 @@ def test_plain_cuts_what_is_too_long_to_be_read() -> None:
     )
 )
 def test_plain_always_gives_strict_json(value: object) -> None:
-    text = json.dumps(schema.plain(value), allow_nan=False)
+    text = json.dumps(plain(value), allow_nan=False)
     assert text.encode("utf-8")
 
 
 def test_plain_mends_halves_of_surrogate_pairs() -> None:
-    assert schema.plain({"\ud800": "\udfff"}) == {"?": "?"}
+    assert plain({"\ud800": "\udfff"}) == {"?": "?"}
 
 
 # Errors.

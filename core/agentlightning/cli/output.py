@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import typer
 
-from agentlightning.schema import plain
+from agentlightning.plain import plain
 from agentlightning.store import open_store
 
 if TYPE_CHECKING:

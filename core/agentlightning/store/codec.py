@@ -12,6 +12,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from agentlightning.errors import StoreError
+from agentlightning.plain import plain
 from agentlightning.schema import (
     Attempt,
     Completion,
@@ -25,7 +26,6 @@ from agentlightning.schema import (
     SpanKind,
     Step,
     encode,
-    plain,
 )
 from agentlightning.store import tables as t
 
