@@ -11,7 +11,18 @@ import msgspec
 import openai
 
 from agentlightning.gateway import Gateway
-from agentlightning.schema import Attempt, Completion, Endpoint, Outcome, Resource, Rollout, Route, Span, new_id
+from agentlightning.schema import (
+    Attempt,
+    Completion,
+    Endpoint,
+    Episode,
+    Outcome,
+    Resource,
+    Rollout,
+    Route,
+    Span,
+    new_id,
+)
 from agentlightning.store import open_store
 from tests.fakes.engine import FakeEngine, Script
 
@@ -95,7 +106,7 @@ class World:
         self.gateway.flush()
         return self.store.unattributed()
 
-    def _episode(self, attempt: Attempt) -> Any:
+    def _episode(self, attempt: Attempt) -> Episode:
         self.gateway.flush()
         self.store.finish(attempt.id, Outcome.OK)
         (episode,) = self.store.episodes([attempt.rollout_id])
