@@ -35,7 +35,7 @@ def build_graph(
     api_key: str,
     model: str,
     *,
-    temperature: float = 1.0,
+    temperature: float = 0.0,
     max_tokens: int = 64,
     timeout: float = 120.0,
     max_turns: int = MAX_TURNS,

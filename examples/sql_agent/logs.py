@@ -42,12 +42,12 @@ def make_logs(world: World, count: int, seed: int) -> list[Demonstration]:
 
 
 def _call(question: Question, rng: random.Random) -> Demonstration:
-    role = rng.choices(["write", "check", "rewrite"], [0.5, 0.25, 0.25])[0]
+    role = rng.choices(["write", "check", "rewrite"], [0.45, 0.35, 0.2])[0]
     task = question.task
     if role == "write":
         messages = prompts.write_prompt(task["schema"], task["question"])
         return Demonstration(messages, _attempt(question, WRITER_HABIT, rng)[0])
-    sql, fault = _attempt(question, 0.5, rng, slip=0.3)
+    sql, fault = _attempt(question, 0.4, rng, slip=0.25)
     result = show(task["database"], sql)
     if role == "check":
         answer = _verdict(fault, rng)

@@ -12,8 +12,8 @@ OPPOSITE = {">": "<", "<": ">", "=": "!=", "!=": "="}
 
 
 def habit(query: Query) -> tuple[str, Query] | None:
-    """The systematic fault and the query with it: always sorted upwards, the second condition forgotten. None: no habit."""
-    if query.order is not None and query.descending:
+    """The systematic fault and the query with it: superlatives are sorted upwards, second conditions are forgotten. None: no habit."""
+    if query.order is not None and query.group is None and query.limit is not None and query.descending:
         return "order", replace(query, descending=False)
     if len(query.where) > 1:
         return "condition", replace(query, where=query.where[:1])

@@ -16,8 +16,8 @@ Condition = tuple[str, str, str | int]
 
 AGGREGATES = (("average", "AVG"), ("total", "SUM"), ("maximum", "MAX"), ("minimum", "MIN"))
 
-MOST = 0.8
-"""People ask for the most more often than for the least."""
+MOST = 0.85
+"""Share of superlatives that ask for the most."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,21 @@ def top(db: Database, rng: random.Random) -> Draft:
     return Draft("top", rng.choice(texts), query, "multiset" if one else "ordered")
 
 
+def in_order(db: Database, rng: random.Random) -> Draft:
+    number, most = rng.choice(db.numbers), rng.random() < 0.5
+    superlative = number.most if most else number.least
+    words, condition = _equal_or_not(db, rng)
+    texts = [
+        f"List the {db.plural} {words}, {superlative} first.",
+        f"Show all {db.plural} {words}, {superlative} first.",
+    ]
+    query = Query(db.key, db.plural, (condition,), order=number.column, descending=most)
+    return Draft("in_order", rng.choice(texts), query, "ordered")
+
+
 def group_top(db: Database, rng: random.Random) -> Draft:
     words, condition = _compare(db, rng)
-    group, most = rng.choice(db.categories).column, rng.random() < MOST
+    group, most = rng.choice(db.categories).column, rng.random() < 0.5
     texts = [
         f"Which {group} has the {'most' if most else 'fewest'} {db.plural} {words}?",
         f"Name the {group} with the {'most' if most else 'fewest'} {db.plural} {words}.",
@@ -211,17 +223,18 @@ def group_top(db: Database, rng: random.Random) -> Draft:
 
 
 KINDS: dict[str, tuple[Callable[[Database, random.Random], Draft | None], float]] = {
-    "count_equal": (count_equal, 0.04),
-    "list_equal": (list_equal, 0.04),
-    "count_compare": (count_compare, 0.06),
-    "list_compare": (list_compare, 0.06),
-    "lookup": (lookup, 0.06),
-    "aggregate": (aggregate, 0.06),
-    "group_count": (group_count, 0.05),
-    "distinct": (distinct, 0.04),
-    "join": (join, 0.04),
-    "both": (both, 0.22),
-    "top": (top, 0.19),
-    "group_top": (group_top, 0.14),
+    "count_equal": (count_equal, 0.03),
+    "list_equal": (list_equal, 0.03),
+    "count_compare": (count_compare, 0.04),
+    "list_compare": (list_compare, 0.04),
+    "lookup": (lookup, 0.05),
+    "aggregate": (aggregate, 0.05),
+    "group_count": (group_count, 0.03),
+    "distinct": (distinct, 0.03),
+    "join": (join, 0.03),
+    "both": (both, 0.28),
+    "top": (top, 0.30),
+    "in_order": (in_order, 0.05),
+    "group_top": (group_top, 0.04),
 }
 """Maker and share of all questions, by kind."""

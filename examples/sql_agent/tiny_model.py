@@ -12,6 +12,9 @@ from .logs import Demonstration
 
 ROLES = ("system", "user", "assistant", "tool")
 MUON_RATE, ADAM_RATE = 4e-3, 3e-3
+BATCH = 32
+TEXTS = 6000
+"""Demonstrations that the tokenizer is learned from; more hold no new words."""
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -79,7 +82,7 @@ def warm_start(
     examples: list[tuple[list[int], int]],
     *,
     steps: int,
-    batch: int = 32,
+    batch: int = BATCH,
     seed: int = 0,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
@@ -125,12 +128,47 @@ def _batches(examples: list[tuple[list[int], int]], batch: int, seed: int) -> It
 
 
 def _answer_loss(model: Any, rows: list[tuple[list[int], int]]) -> Any:
-    """Mean cross entropy of the answer tokens. Padding stands at the right, so a causal model never sees it."""
+    """Cross entropy of the answer tokens. A token weighs 1 / sqrt(length of its answer), so that short verdicts count too.
+
+    Padding stands at the right, where a causal model never sees it.
+    """
     import torch
 
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row, _ in rows])
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    where = torch.tensor([[k >= prompt - 1 and k < len(row) - 1 for k in range(longest)] for row, prompt in rows])
-    targets = torch.roll(ids, -1, dims=1)[where]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[where]), targets)
+    weights = torch.zeros(ids.shape)
+    for weight, (row, prompt) in zip(weights, rows, strict=True):
+        weight[prompt - 1 : len(row) - 1] = (len(row) - prompt) ** -0.5
+    where = weights > 0
+    losses = torch.nn.functional.cross_entropy(
+        model.lm_head(hidden[where]), torch.roll(ids, -1, dims=1)[where], reduction="none"
+    )
+    return (losses * weights[where]).sum() / weights.sum()
+
+
+def make_tiny_model(
+    folder: Path,
+    demonstrations: list[Demonstration],
+    *,
+    seed: int,
+    progress: Callable[[int, float], None] | None = None,
+) -> Path:
+    """Makes model and tokenizer, learns from the demonstrations once, and saves both into `folder`.
+
+    A folder that exists is complete and is returned as it is: it is put there in one move.
+    """
+    if folder.exists():
+        return folder
+    texts = {text for d in demonstrations[:TEXTS] for _, text in d.messages} | {
+        d.answer for d in demonstrations[:TEXTS]
+    }
+    tokenizer = make_tokenizer(sorted(texts))
+    model = make_model(tokenizer, seed)
+    examples = [encode(demonstration, tokenizer) for demonstration in demonstrations]
+    warm_start(model, examples, steps=len(examples) // BATCH, seed=seed, progress=progress or (lambda step, loss: None))
+    part = folder.with_name(f"{folder.name}.part{os.getpid()}")
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    os.replace(part, folder)
+    return folder
