@@ -21,6 +21,8 @@ from agentlightning_algorithms.advantage import STANDARD_DEVIATIONS, set_advanta
 from agentlightning_algorithms.policy.base import Policy, PolicySettings, Update
 from agentlightning_algorithms.rows import AGGREGATIONS, rows_of
 
+SCHEDULES = ("constant", "linear")
+
 
 @dataclass(kw_only=True, frozen=True)
 class GRPO:
@@ -36,6 +38,8 @@ class GRPO:
     tasks_per_step: int = 8
     rollouts_per_task: int = 8
     learning_rate: float = 1e-5
+    schedule: str = "constant"
+    """`constant`, or `linear`: falls to 0 over the steps, which lets a high rate end in calm."""
     epochs: int = 1
     """Optimiser steps on each step's tokens."""
     clip: tuple[float, float] = (0.2, 0.2)
@@ -65,7 +69,7 @@ class GRPO:
                 raise ConfigError(f"{name}={getattr(self, name)}: it must be above {least}.")
         if self.kl < 0 or min(self.clip) < 0:
             raise ConfigError(f"kl={self.kl}, clip={self.clip}: neither can be negative.")
-        for name, known in (("std", STANDARD_DEVIATIONS), ("aggregation", AGGREGATIONS)):
+        for name, known in (("std", STANDARD_DEVIATIONS), ("aggregation", AGGREGATIONS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(known)}.")
 
@@ -77,10 +81,15 @@ class GRPO:
         )
         return loop.serve(backend(settings))
 
+    def rate(self, step: int) -> float:
+        """Learning rate of a step (1, 2, ..., `steps`)."""
+        left = (self.steps - step + 1) / self.steps
+        return self.learning_rate * (left if self.schedule == "linear" else 1.0)
+
     def run(self, loop: Loop) -> None:
         """Trains until `steps` are done."""
         policy = self.serve(loop)
-        for _ in loop.steps(self.steps):
+        for step in loop.steps(self.steps):
             tasks = loop.draw(self.tasks_per_step)
             episodes = loop.sample(tasks, self.rollouts_per_task, sampling={"temperature": self.temperature})
             batch = loop.collect(episodes, self.agents)
@@ -88,6 +97,8 @@ class GRPO:
             metrics = {}
             if groups:
                 rows = rows_of(groups, self.aggregation)
-                metrics = policy.update(Update(rows, clip=self.clip, kl=self.kl, epochs=self.epochs))
+                metrics = policy.update(
+                    Update(rows, clip=self.clip, kl=self.kl, epochs=self.epochs, learning_rate=self.rate(step))
+                )
                 loop.publish()
             loop.report(metrics)

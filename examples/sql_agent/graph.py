@@ -43,10 +43,10 @@ def build_graph(
     """The compiled graph, speaking to an OpenAI-compatible server."""
     llm = ChatOpenAI(
         base_url=base_url,
-        api_key=api_key,  # type: ignore[arg-type]
+        api_key=api_key,
         model=model,
         temperature=temperature,
-        max_tokens=max_tokens,  # type: ignore[call-arg]
+        max_tokens=max_tokens,
         timeout=timeout,
         max_retries=2,
     )

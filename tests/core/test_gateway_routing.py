@@ -134,9 +134,9 @@ def test_a_run_without_any_endpoint_gets_the_cure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "path", "temperature"),
-    [("train", "writer", 1.0), ("train", "helper", 0.3), ("val", "writer", 1.0), ("val", "helper", 1.0)],
+    [("train", "writer", 1.0), ("train", "helper", 0.3), ("val", "writer", 1.0), ("val", "helper", 0.3)],
 )
-def test_overrides_apply_to_trained_routes_in_training_and_to_all_elsewhere(
+def test_overrides_apply_to_trained_routes_and_leave_all_others_to_the_program(
     tmp_path: Path, mode: str, path: str, temperature: float
 ) -> None:
     with World(tmp_path, routes=ROUTES) as world:

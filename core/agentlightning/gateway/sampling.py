@@ -105,11 +105,12 @@ def seed_of(place: Place, ticket: tuple[bytes, int]) -> int:
 
 
 def overrides(rollout: Rollout, target: Target) -> Json | None:
-    """The rollout's sampling where it applies to calls that this target serves, else None.
+    """The rollout's sampling where it applies, else None: calls of trained agents only. All others keep what the program
+    asks for, in training and in evaluations alike.
 
     Raises ConfigError for keys that are not parameters of sampling.
     """
-    if target.policy is None or (rollout.mode == "train" and not target.trained):
+    if target.policy is None or not target.trained:
         return None
     wrong = sorted(RESERVED.intersection(rollout.sampling))
     if wrong:
