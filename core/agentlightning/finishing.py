@@ -130,16 +130,19 @@ class Finisher:
         self._thread.join()
 
     def _run(self) -> None:
-        more = True
-        while more:
-            batch = [self._queue.get()]
-            while batch[-1] is not None:
-                try:
-                    batch.append(self._queue.get_nowait())
-                except Empty:
-                    break
-            more = batch[-1] is not None
-            self._settle([self._judge(*entry) for entry in batch if entry is not None])
+        while self._round():
+            pass
+
+    def _round(self) -> bool:
+        """Closes all that has ended meanwhile. Its own frame, so that an idle thread holds nothing of the last batch."""
+        batch = [self._queue.get()]
+        while batch[-1] is not None:
+            try:
+                batch.append(self._queue.get_nowait())
+            except Empty:
+                break
+        self._settle([self._judge(*entry) for entry in batch if entry is not None])
+        return batch[-1] is not None
 
     def _settle(self, verdicts: list[Verdict]) -> None:
         if not verdicts:

@@ -21,8 +21,9 @@ WAIT_S = 60.0
 class World:
     """`options` go to the runner. Runners are started by `run` or `start` and stopped at the end."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = open_store(f"sqlite:///{folder}/store.db")
+    def __init__(self, folder: Path, store: Any = None) -> None:
+        self._owned = [] if store else [open_store(f"sqlite:///{folder}/store.db")]
+        self.store = store or self._owned[0]
         self.run_id = self.store.begin_run("test", {}, "here:1:nonce").id
         self.store.publish(
             self.run_id, [Resource("policy", 1, "policy", {}), Resource("prompt", 1, "prompt", {"t": "x"})]
@@ -39,7 +40,8 @@ class World:
         for runner in self.runners:
             runner.stop(drain=False)
         self.recorder.close()
-        self.store.close()
+        for store in self._owned:
+            store.close()
 
     def enqueue(self, count: int = 1, **fields: Any) -> list[str]:
         """Rollouts `0`, `1`, ... whose task is their number."""
