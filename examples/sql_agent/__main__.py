@@ -71,7 +71,8 @@ def warm_started(folder: Path, world: World, seed: int, steps: int) -> Path:
         if step % 100 == 0 or step == steps - 1:
             say(f"warm start {step}/{steps} · loss {loss:.3f}")
 
-    return make_tiny_model(folder, make_logs(world, steps * BATCH, seed), seed=seed, progress=progress)
+    made: Path = make_tiny_model(folder, make_logs(world, steps * BATCH, seed), seed=seed, progress=progress)
+    return made
 
 
 def program(base_url: str) -> Callable[..., float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,8 @@ def _rows(database: Database, rng: random.Random) -> list[tuple[object, ...]]:
     return list(zip(*columns, strict=True))
 
 
-def _fill(connection: sqlite3.Connection, table: str, types: dict[str, str], rows: list[tuple[object, ...]]) -> None:
+def _fill(
+    connection: sqlite3.Connection, table: str, types: dict[str, str], rows: Sequence[tuple[object, ...]]
+) -> None:
     connection.execute(f"CREATE TABLE {table} ({', '.join(f'{name} {kind}' for name, kind in types.items())})")
     connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(types))})", rows)

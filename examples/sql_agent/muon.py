@@ -25,16 +25,18 @@ class Muon:
             self._groups.setdefault(_shape(matrix), []).append(matrix)
         self._momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self._groups.items()}
 
-    @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
         """One update, at `scale` times the learning rate; the size of a step is about that of AdamW's."""
-        for shape, group in self._groups.items():
-            gradient = torch.stack([_lying(matrix, matrix.grad) for matrix in group])
-            mean = self._momenta[shape].lerp_(gradient, 1 - self.momentum)
-            update = orthogonal(gradient.lerp(mean, self.momentum))
-            update *= -scale * self.learning_rate * 0.2 * max(shape) ** 0.5
-            for matrix, change in zip(group, update, strict=True):
-                matrix.add_(_lying(matrix, change))
+        with torch.no_grad():
+            for shape, group in self._groups.items():
+                self._step(shape, group, scale * self.learning_rate * 0.2 * max(shape) ** 0.5)
+
+    def _step(self, shape: tuple[int, int], group: list[torch.nn.Parameter], size: float) -> None:
+        gradient = torch.stack([_lying(matrix, matrix.grad) for matrix in group])
+        mean = self._momenta[shape].lerp_(gradient, 1 - self.momentum)
+        update = orthogonal(gradient.lerp(mean, self.momentum))
+        for matrix, change in zip(group, update, strict=True):
+            matrix.sub_(_lying(matrix, change), alpha=size)
 
 
 def orthogonal(matrices: Tensor, iterations: int = 5) -> Tensor:

@@ -5,7 +5,9 @@ It is warm-started on logs of a mediocre agent and saved as an ordinary Hugging 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from .logs import Demonstration
