@@ -43,7 +43,10 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=["3.11", "3.12", "3.13"])
 def core(session: nox.Session) -> None:
     """No framework and no torch is installed here: the core must stand alone."""
-    session.install("-e", ".", *TEST)
+    session.install("-e", ".")
+    session.run("python", "-c", "import agentlightning as agl; [getattr(agl, name) for name in agl.__all__]")
+    session.run("agl", "--help", silent=True)
+    session.install(*TEST)
     session.run("pytest", "tests/core", *session.posargs, env=OFFLINE)
 
 

@@ -126,7 +126,7 @@ class TestShape:
     )
     def test_what_cannot_run_is_refused_where_it_is_declared(self, source, complaint):
         space = {}
-        exec(source, space)
+        exec(source, space)  # noqa: S102  the sources are the parameters above
         with pytest.raises(RolloutError, match=complaint):
             rollout(space["f"])
 

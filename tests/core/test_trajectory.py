@@ -200,7 +200,7 @@ def test_every_call_is_in_one_lineage_and_each_lineage_is_a_prefix_chain(pairs):
     chains = lineages(transitions)
     assert sorted(id(t) for chain in chains for t in chain) == sorted(map(id, transitions))
     for chain in chains:
-        for one, two in zip(chain, chain[1:], strict=False):
+        for one, two in itertools.pairwise(chain):
             whole = np.concatenate([one.completion.prompt_ids, one.completion.response_ids])
             assert np.array_equal(two.completion.prompt_ids[: len(whole)], whole)
 
