@@ -1,5 +1,7 @@
 """From records to what can be trained: every call is counted once, where it fell out or as trained."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
