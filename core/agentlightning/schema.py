@@ -138,7 +138,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     resources: dict[str, int] = {}
     """Pinned: resource name -> version."""
     sampling: dict[str, Json] = {}
-    """Overrides the sampling parameters of every call that a policy serves in this rollout."""
+    """Overrides the sampling parameters of the calls that trained agents make in this rollout; others keep theirs."""
     seed: int = 0
     timeout_s: float | None = None
     max_attempts: int = 1
