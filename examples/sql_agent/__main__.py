@@ -22,7 +22,14 @@ from .logs import make_logs
 from .tiny_model import BATCH, make_tiny_model
 from .world import World, make_world, score
 
-RECIPE: dict[str, Any] = {"lora": 16, "steps": 50, "tasks_per_step": 8, "rollouts_per_task": 8, "learning_rate": 4e-3}
+RECIPE: dict[str, Any] = {
+    "lora": 16,
+    "steps": 50,
+    "tasks_per_step": 8,
+    "rollouts_per_task": 8,
+    "learning_rate": 3e-3,
+    "schedule": "linear",
+}
 """For the tiny model in its own world."""
 REAL_RECIPE: dict[str, Any] = {
     "lora": 16,

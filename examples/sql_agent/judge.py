@@ -31,13 +31,14 @@ def run_query(database: Path | str, sql: str, seconds: float = 2.0, max_rows: in
 
 
 def canonical_cell(value: object) -> object:
-    """NULL stays; whole floats become ints, others have 4 decimals (6 significant digits from 1e6 up); bytes are hex."""
+    """NULL stays; whole floats become ints; others get 4 decimals (6 significant digits from 1e6 up); bytes are hex."""
     if isinstance(value, bytes):
         return f"x'{value.hex()}'"
     if not isinstance(value, float) or not math.isfinite(value):
         return value
-    rounded = float(f"{value:.6g}") if abs(value) >= 1e6 else round(value, 4)
-    return int(rounded) if rounded.is_integer() else rounded
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.6g}") if abs(value) >= 1e6 else round(value, 4)
 
 
 def canonical(rows: list[Row], compare: str) -> list[list[object]]:
