@@ -69,6 +69,7 @@ def learning_curve(rows: Sequence[Mapping[str, float | None]], folder: Path) -> 
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         log.warning("no picture of the learning curve: run `pip install matplotlib`; its numbers are in %s", written[0])
         return written
@@ -81,6 +82,7 @@ def learning_curve(rows: Sequence[Mapping[str, float | None]], folder: Path) -> 
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     picture = folder / f"{CURVE}.png"
     temporary = picture.with_name(f".{picture.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
