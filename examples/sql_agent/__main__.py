@@ -16,7 +16,7 @@ from typing import Any
 
 import agentlightning as agl
 
-from . import data, frozen
+from . import data, outside
 from .graph import build_graph
 from .logs import make_logs
 from .tiny_model import BATCH, make_tiny_model
@@ -61,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed=options.seed,
     )
     result = trainer.fit(program(trainer.base_url), train=train, val=val)
-    calls = frozen.calls_of(trainer.store, result.run_id, set(options.agents))
+    first = outside.calls_of(trainer.store, result.run_id, "before-sampled")
+    untrained = outside.calls_of(trainer.store, result.run_id, "after-sampled", without=options.agents)
     trainer.close()
-    frozen_error = frozen.largest_error(str(model), calls)
-    summary = summarise(result, frozen_error, time.monotonic() - started)
+    errors = [outside.largest_error(str(model), calls) for calls in (first, untrained)]
+    summary = summarise(result, *errors, seconds=time.monotonic() - started)
     report(result, summary, options.json)
     return 0
 
@@ -125,9 +126,10 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in KNOBS if getattr(options, name) is not None}
 
 
-def summarise(result: Any, frozen_error: float | None, seconds: float) -> dict[str, Any]:
-    """The figures of the run. `max_logprob_error` is over every call that was trained."""
+def summarise(result: Any, first_error: float | None, frozen_error: float | None, *, seconds: float) -> dict[str, Any]:
+    """The figures of the run. `max_logprob_error` is over every call that was trained, and calls of the start."""
     errors = [step.metrics["logprob_error"] for step in result.steps if "logprob_error" in step.metrics]
+    errors += [first_error] if first_error is not None else []
     figures: dict[str, Any] = {}
     for name in ("greedy", "sampled"):
         figures[f"{name}_before"], figures[f"{name}_after"] = result.before[name].mean, result.after[name].mean
@@ -138,7 +140,7 @@ def summarise(result: Any, frozen_error: float | None, seconds: float) -> dict[s
         "minutes": round(seconds / 60, 2),
         "max_logprob_error": max(errors, default=None),
         "trained_agents": result.trained_agents,
-        "frozen_unchanged": None if frozen_error is None else frozen_error <= frozen.TOLERANCE,
+        "frozen_unchanged": None if frozen_error is None else frozen_error <= outside.TOLERANCE,
     }
 
 

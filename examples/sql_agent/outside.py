@@ -1,27 +1,28 @@
-"""A check from outside: the agents that were not trained were still served by the weights that they began with.
+"""Checks from outside: sampled tokens are scored again by plain transformers, with the model folder of the start.
 
-Their sampled tokens are scored again by plain transformers with the model folder of the start. Had training touched what
-answers them, the log-probabilities would differ.
+Before training that holds for every agent: the engine's log-probabilities are right. After it, it must still hold for the
+agents that were not trained: had training touched what answers them, the log-probabilities would differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentlightning.schema import Completion
+from agentlightning.schema import Completion, selector_of
 
 TOLERANCE = 1e-3
 MOST = 64
 """Calls that are scored."""
 
 
-def calls_of(store: Any, run_id: str, trained: set[str]) -> list[Completion]:
-    """Calls of the last evaluation by agents that were not trained."""
-    rollouts = store.rollouts(run_id, mode="after-sampled")
+def calls_of(store: Any, run_id: str, mode: str, without: Sequence[str] = ()) -> list[Completion]:
+    """Some calls of an evaluation, leaving out those of the agents `without`."""
+    rollouts = store.rollouts(run_id, mode=mode)
     episodes = store.episodes([rollout.id for rollout in rollouts])
-    calls = [call for episode in episodes for call in episode.completions]
-    return [call for call in calls if call.agent not in trained and call.defect is None][:MOST]
+    calls = [call for episode in episodes for call in episode.completions if call.defect is None]
+    return [call for call in calls if selector_of(without, call.path) is None][:MOST]
 
 
 def largest_error(model: Path | str, calls: list[Completion]) -> float | None:
