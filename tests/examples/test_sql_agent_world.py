@@ -42,7 +42,7 @@ def test_training_tasks_are_part_of_the_warm_start(world):
 
 def test_equal_seeds_make_equal_worlds(tmp_path):
     one, two = (make_world(tmp_path / name, 3, **SMALL) for name in ("one", "two"))
-    strip = lambda task: {k: v for k, v in task.items() if k != "database"}  # noqa: E731
+    strip = lambda task: {k: v for k, v in task.items() if k != "database"}
     assert [[strip(t) for t in p] for p in parts(one)] == [[strip(t) for t in p] for p in parts(two)]
     for db in DATABASES:
         rows = [run_query(tmp_path / name / f"{db.id}.sqlite", f"SELECT * FROM {db.plural}") for name in ("one", "two")]
