@@ -79,8 +79,12 @@ class Loop:
         watcher: Watcher | None = None,
         strays: Callable[[], int] | None = None,
         check: Callable[[Collection[str]], None] | None = None,
+        begin: Callable[[], object] = lambda: None,
+        alive: Callable[[], object] = lambda: None,
     ) -> None:
-        """`strays`: counts calls that name no attempt. `check`: refuses a program that asks for unknown resources."""
+        """`strays`: counts calls that name no attempt. `check`: refuses a program that asks for unknown resources.
+        `begin`: starts whoever runs rollouts, called when the first are wanted, so that what a killed process left in the
+        queue never meets an endpoint that is gone. `alive`: raises when nobody can run them any more."""
         self.store, self.run, self.folder = store, run, folder
         self.train, self.val, self.seed = list(train), list(val), seed
         self.history = store.steps(run.id)
@@ -94,7 +98,8 @@ class Loop:
         self._observers = observers or plugins.manager()
         self._watcher = watcher
         self._strays = strays or (lambda: 0)
-        self._check = check
+        self._check, self._begin, self._alive = check, begin, alive
+        self._begun = False
         self._strays_before = 0
         self._endpoint: Endpoint | None = None
         self._resources: dict[str, int] = {}
@@ -124,7 +129,7 @@ class Loop:
         """Makes these versions the ones that rollouts from now on read; without arguments: the policy's new weights."""
         if not resources:
             return self._publish_policy()
-        self.store.publish(self.run.id, resources)
+        self.store.publish(self.run.id, resources, moved=any(r.kind == "policy" for r in resources))
         for resource in resources:
             self._resources[resource.name] = resource.version
             plugins.notify(self._observers, "agl_resource_published", resource=resource)
@@ -180,6 +185,9 @@ class Loop:
             for i in range(n)
         ]
         self.store.enqueue(wanted)
+        if not self._begun:
+            self._begun = True
+            self._begin()
         if self._watcher:
             self._watcher.sampling(f"step {self._number}/{self.total}" if mode == "train" else mode, len(wanted))
         self._await([rollout.id for rollout in wanted])
@@ -212,6 +220,7 @@ class Loop:
     def _await(self, rollout_ids: Sequence[str]) -> None:
         open_ids = set(rollout_ids)
         while open_ids:
+            self._alive()
             ended = self.store.wait(sorted(open_ids), timeout_s=1.0)
             open_ids -= ended
             if ended and self._watcher:

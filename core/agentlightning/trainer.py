@@ -212,14 +212,15 @@ class Trainer:
                 on_cancel=self._gateway.cancel,
                 hooks=self._observers,
             )
-            stack.callback(runner.stop, drain=False)
-            runner.start()
+            session.runner = runner
             stack.enter_context(session.display)
             yield session
 
 
 class _Session:
     """What is up during one run, and ends with it."""
+
+    runner: Runner
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +235,14 @@ class _Session:
             "watcher": self.display,
             "strays": lambda: trainer._gateway.stats.get("unattributed", 0),
             "check": program.check,
+            "begin": self.begin,
+            "alive": self.runner.check,
         }
+
+    def begin(self) -> None:
+        """Starts the runner; it is the first to stop."""
+        self._stack.callback(self.runner.stop, drain=False)
+        self.runner.start()
 
     def close_policy_of(self, loop: Loop) -> None:
         self._stack.callback(lambda: loop.policy.close() if loop.policy else None)

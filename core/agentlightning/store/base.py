@@ -78,8 +78,9 @@ class Store(Protocol):
         """By number."""
 
     # Resources.
-    def publish(self, run_id: str, resources: Sequence[Resource]) -> None:
-        """Adds versions; a name and version that exist already stay as they are."""
+    def publish(self, run_id: str, resources: Sequence[Resource], *, moved: bool = False) -> None:
+        """Adds versions; a name and version that exist already stay as they are. `moved`: unless the same thing is now
+        served elsewhere, as a policy is after a restart; then their values are replaced."""
 
     def resource(self, run_id: str, name: str, version: int | None = None) -> Resource:
         """That version, or the newest. Raises NotFound."""

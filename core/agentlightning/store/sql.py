@@ -121,11 +121,16 @@ class SqlStore:
         return self._all(STEP, select(*STEP.columns).where(t.steps.c.run_id == run_id).order_by(t.steps.c.number))
 
     # Resources.
-    def publish(self, run_id: str, resources: Sequence[Resource]) -> None:
+    def publish(self, run_id: str, resources: Sequence[Resource], *, moved: bool = False) -> None:
         if resources:
+            statement = self._new[t.resources.name]
+            if moved:
+                added = insert(t.resources)
+                keys = ["run_id", "name", "version"]
+                statement = added.on_conflict_do_update(index_elements=keys, set_={"body": added.excluded.body})
             with self._session.write(durable=True) as connection:
                 rows = [RESOURCE.row(resource, run_id=run_id) for resource in resources]
-                connection.execute(self._new[t.resources.name], rows)
+                connection.execute(statement, rows)
 
     def resource(self, run_id: str, name: str, version: int | None = None) -> Resource:
         query = select(*RESOURCE.columns).where(t.resources.c.run_id == run_id, t.resources.c.name == name)
