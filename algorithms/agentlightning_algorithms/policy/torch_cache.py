@@ -16,11 +16,27 @@ from transformers.cache_utils import Cache
 _ROUND = 64
 
 
-class SlotCache(Cache):
-    """See the module. `begin` says where the next forward pass reads and writes."""
+class PlainCache(Cache):
+    """What transformers asks of a cache to build its own mask. It does so only where all rows start at 0."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = []  # transformers looks here for sliding-window layers; there are none
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SlotCache(PlainCache):
+    """See the module. `begin` says where the next forward pass reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.slots = 0
         self.length = 0
         self._keys: list[Tensor] = []
@@ -122,13 +138,3 @@ class SlotCache(Cache):
         for tensors in (self._keys, self._values):
             for tensor in tensors:
                 tensor[[one, other], :, :length] = tensor[[other, one], :, :length]
-
-    # What transformers asks of a cache to build its own mask; used only where all rows start at 0.
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0

@@ -1,10 +1,9 @@
-"""Learns from rows of tokens, in micro-batches of like length; only the positions that have a weight meet the head."""
+"""Learns from rows of tokens, in micro-batches; only the positions that have a weight meet the output layer."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from agentlightning.schema import Floats
 from ..loss import k3, policy_loss
 from .base import Row, Update
 from .torch_model import Network
+from .torch_rows import Micro, check, micros
 
 MAX_NORM = 1.0
 LOGITS_AT_ONCE = 2**24
@@ -46,24 +46,6 @@ class Trainable(Protocol):
 
     def changed(self) -> None:
         """Called after values have changed."""
-
-
-@dataclass
-class Micro:
-    """Rows of one selector that go through the model together."""
-
-    selector: str
-    ids: Tensor
-    """[rows, tokens], padded with 0 at the right."""
-    row: Tensor
-    """[trained], which row a trained token is in."""
-    place: Tensor
-    """[trained], its position; the hidden state before it predicts it."""
-    old: Tensor
-    advantages: Tensor
-    weights: Tensor
-    temperatures: Tensor
-    reference: Tensor | None = None
 
 
 @dataclass
@@ -99,17 +81,17 @@ class Learner:
         not finite."""
         started = time.perf_counter()
         self._check(update)
-        micros = list(self._micros(update.rows))
-        if not micros:
+        batch = self._micros(update.rows)
+        if not batch:
             raise PolicyError("no token of this update has a weight: there is nothing to learn from.")
-        keys = sorted({self.weights.key(micro.selector) for micro in micros})
+        keys = sorted({self.weights.key(micro.selector) for micro in batch})
         backup = self._backup(keys) if update.epochs > 1 else {}
         first = last = Tally()
         try:
             if update.kl:
-                self._add_references(micros)
+                self._add_references(batch)
             for epoch in range(update.epochs):
-                last = self._step(micros, keys, update)
+                last = self._step(batch, keys, update)
                 first = last if epoch == 0 else first
         except PolicyError:
             self._restore(backup)
@@ -118,7 +100,7 @@ class Learner:
         return {
             "loss": first.loss,
             "grad_norm": max(last.norms),
-            "kl": 0.0 if supervised else self._divergence(micros),
+            "kl": 0.0 if supervised else self._divergence(batch),
             "clip_fraction": last.clipped / last.tokens,
             "tokens": float(first.tokens),
             "logprob_error": 0.0 if supervised else first.error,
@@ -135,10 +117,11 @@ class Learner:
         ]
         result = [np.zeros(len(row.ids), np.float32) for row in rows]
         with torch.no_grad():
-            for order, micro in self._ordered_micros(everywhere):
+            for micro in self._micros(everywhere):
                 values = self._logps(micro, initial=False)
-                for row, place, value in zip(micro.row.tolist(), micro.place.tolist(), values.tolist(), strict=True):
-                    result[order[row]][place] = value
+                columns = micro.place + micro.start[micro.row]
+                for row, column, value in zip(micro.row.tolist(), columns.tolist(), values.tolist(), strict=True):
+                    result[micro.numbers[row]][column] = value
         return result
 
     # ---- rows to tensors
@@ -157,66 +140,13 @@ class Learner:
                 raise PolicyError(f"row {number}: the first token has a weight, but nothing comes before it.")
 
     def _check_row(self, row: Row, number: int) -> None:
-        lengths = {len(a) for a in (row.ids, row.logprobs, row.advantages, row.weights)}
-        if len(lengths) != 1:
-            raise PolicyError(f"row {number}: ids, logprobs, advantages and weights have lengths {sorted(lengths)}.")
         network, _ = self.weights.current(row.selector)
-        if len(row.ids) > self.context:
-            raise PolicyError(f"row {number} has {len(row.ids)} tokens; the context is {self.context}.")
-        if len(row.ids) and not (0 <= row.ids.min() and row.ids.max() < network.vocabulary):
-            raise PolicyError(f"row {number} holds a token id outside the vocabulary of {network.vocabulary}.")
-        for name in ("logprobs", "advantages", "weights"):
-            if not np.isfinite(getattr(row, name)).all():
-                raise PolicyError(f"row {number}: {name} holds NaN or an infinity; exclude such calls before.")
+        check(row, number, network.vocabulary, self.context)
 
-    def _micros(self, rows: Sequence[Row]) -> Iterator[Micro]:
-        return (micro for _, micro in self._ordered_micros(rows))
-
-    def _ordered_micros(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Micro]]:
-        """Micro-batches, each with the numbers of its rows. Longest first: if memory fails, it fails at once."""
-        by_selector: dict[str, list[int]] = defaultdict(list)
-        for number, row in enumerate(rows):
-            if np.any(row.weights[1:]):
-                by_selector[row.selector].append(number)
-        for selector, numbers in by_selector.items():
-            numbers.sort(key=lambda n: -len(rows[n].ids))
-            while numbers:
-                count = max(1, self.micro_tokens // len(rows[numbers[0]].ids))
-                taken, numbers = numbers[:count], numbers[count:]
-                yield taken, self._micro(selector, [rows[n] for n in taken])
-
-    def _micro(self, selector: str, rows: list[Row]) -> Micro:
-        network, _ = self.weights.current(selector)
-        longest = len(rows[0].ids)
-
-        def padded(name: str) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-            table = np.zeros((len(rows), longest), np.int64 if name == "ids" else np.float32)
-            for number, row in enumerate(rows):
-                table[number, : len(row.ids)] = getattr(row, name)
-            return table
-
-        weights = padded("weights")
-        weights[:, 0] = 0
-        row, place = np.nonzero(weights)
-        temperatures = np.array([r.temperature or 1.0 for r in rows], np.float32)
-        arrays = (padded("logprobs")[row, place], padded("advantages")[row, place], weights[row, place])
-        old, advantages, weight = (torch.from_numpy(a).to(network.device) for a in arrays)
-        return Micro(
-            selector,
-            torch.from_numpy(padded("ids")).to(network.device),
-            torch.from_numpy(row).to(network.device),
-            torch.from_numpy(place).to(network.device),
-            old,
-            advantages,
-            weight,
-            torch.from_numpy(temperatures[row]).to(network.device),
-        )
+    def _micros(self, rows: Sequence[Row]) -> list[Micro]:
+        return list(micros(rows, self.micro_tokens, self.weights.current(rows[0].selector)[0].device)) if rows else []
 
     # ---- passes
-
-    def _hidden(self, micro: Micro, network: Network) -> Tensor:
-        """Hidden states that predict the trained tokens, [trained, width]."""
-        return network.hidden(micro.ids[:, :-1])[micro.row, micro.place - 1]
 
     def _logp(self, micro: Micro, network: Network, hidden: Tensor, part: slice) -> Tensor:
         logits = network.logits(hidden)
@@ -233,14 +163,14 @@ class Learner:
         """Log-probabilities of the trained tokens, without gradients."""
         network, context = (self.weights.initial if initial else self.weights.current)(micro.selector)
         with torch.no_grad(), context:
-            hidden = self._hidden(micro, network)
+            hidden = micro.hidden(network)
             return torch.cat([self._logp(micro, network, hidden[p], p) for p in self._parts(micro, network)])
 
-    def _add_references(self, micros: list[Micro]) -> None:
-        for micro in micros:
+    def _add_references(self, batch: list[Micro]) -> None:
+        for micro in batch:
             micro.reference = self._logps(micro, initial=True)
 
-    def _step(self, micros: list[Micro], keys: list[str], update: Update) -> Tally:
+    def _step(self, batch: list[Micro], keys: list[str], update: Update) -> Tally:
         """One pass over everything and one optimiser step."""
         tally = Tally()
         parameters = {key: list(self.weights.parameters(key).values()) for key in keys}
@@ -249,7 +179,7 @@ class Learner:
             for parameter in every:
                 parameter.requires_grad_(True)
                 parameter.grad = None
-            for micro in micros:
+            for micro in batch:
                 self._backward(micro, update, tally)
             # Clipped for each set of weights by itself: one agent's outlier must not slow the others.
             tally.norms = [float(torch.nn.utils.clip_grad_norm_(parameters[key], MAX_NORM)) for key in keys]
@@ -275,7 +205,7 @@ class Learner:
         """Adds the gradient of one micro-batch. The head is run back in parts, the rest of the model once."""
         network, context = self.weights.current(micro.selector)
         with context:
-            hidden = self._hidden(micro, network)
+            hidden = micro.hidden(network)
             leaf = hidden.detach().requires_grad_()
             for part in self._parts(micro, network):
                 logp = self._logp(micro, network, leaf[part], part)
@@ -296,10 +226,10 @@ class Learner:
                 tally.error = max(tally.error, float((logp.detach() - micro.old[part]).abs().max()))
             hidden.backward(leaf.grad)
 
-    def _divergence(self, micros: list[Micro]) -> float:
+    def _divergence(self, batch: list[Micro]) -> float:
         """k3 estimate of KL(policy that sampled || policy after the step), on some of the tokens."""
         total, tokens = 0.0, 0
-        for micro in sorted(micros, key=lambda m: m.ids.numel()):
+        for micro in sorted(batch, key=lambda m: m.ids.numel()):
             if tokens and tokens + len(micro.row) > KL_TOKENS:
                 break
             values = k3(micro.old, self._logps(micro, initial=False))

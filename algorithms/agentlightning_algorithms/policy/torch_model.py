@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentlightning.errors import PolicyError
 
-from .torch_cache import SlotCache
+from .torch_cache import PlainCache, SlotCache
 from .torch_lora import Adapters
 from .torch_options import TorchOptions
 
@@ -39,7 +39,7 @@ class Network:
         self._last_position = int(getattr(config, "max_position_embeddings", None) or context) - 1
 
     def hidden(
-        self, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: SlotCache | None = None
+        self, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, cache: PlainCache | None = None
     ) -> Tensor:
         """Last hidden states [rows, tokens, width] for `ids` [rows, tokens].
 
