@@ -174,7 +174,7 @@ def test_wrong_settings_are_refused_before_any_process(model: Path, changes: dic
 @pytest.mark.parametrize("stream", [True, False])
 def test_b91_a_client_that_goes_away_stops_the_sampling(policy: TorchPolicy, client: Client, stream: bool) -> None:
     before = policy.counts()["generated"]
-    body = client.body("writer", "hello", max_tokens=LONG, stream=stream, stop_token_ids=[])
+    body = client.body("writer", "hello", max_tokens=LONG, stream=stream, ignore_eos=True)
     if stream:
         with client.http.stream("POST", "/chat/completions", json=body) as response:
             next(response.iter_lines())

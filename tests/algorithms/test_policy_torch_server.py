@@ -209,7 +209,7 @@ def test_stop_token_ids_and_max_tokens(door: Door) -> None:
 
 
 def test_the_end_of_a_turn_is_ignored_on_request(door: Door) -> None:
-    door.choice(ignore_eos=True)
+    door.choice(ignore_eos=True, max_tokens=2)
     assert door.script.jobs[-1].stop_ids == frozenset()
 
 
