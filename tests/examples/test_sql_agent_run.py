@@ -12,7 +12,18 @@ pytest.importorskip("langgraph")
 from agentlightning.store import open_store
 from examples.sql_agent.__main__ import main
 
-KEYS = ["greedy_before", "greedy_after", "sampled_before", "sampled_after", "calls_before", "calls_after", "minutes", "max_logprob_error", "trained_agents", "frozen_unchanged"]
+KEYS = [
+    "greedy_before",
+    "greedy_after",
+    "sampled_before",
+    "sampled_after",
+    "calls_before",
+    "calls_after",
+    "minutes",
+    "max_logprob_error",
+    "trained_agents",
+    "frozen_unchanged",
+]
 
 
 def run(out: Path, *more: str) -> dict:
