@@ -205,19 +205,23 @@ class Recorder:
     # The writing thread.
 
     def _run(self) -> None:
-        open_end = True
-        while open_end:
-            items = [self._queue.get()]
-            if self._queue.qsize() < BATCH:
-                self._hurry.wait(self._linger_s)
-            self._hurry.clear()
-            while len(items) < BATCH and not self._queue.empty():
-                items.append(self._queue.get())
-            open_end = None not in items
-            self._write([item for item in items if isinstance(item, (Span, Reward))])
-            for item in items:
-                if isinstance(item, _Barrier):
-                    item.set()
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """One batch; False after the last. A function of its own, so that nothing of a batch stays while it waits."""
+        items = [self._queue.get()]
+        if self._queue.qsize() < BATCH:
+            self._hurry.wait(self._linger_s)
+        self._hurry.clear()
+        while len(items) < BATCH and not self._queue.empty():
+            items.append(self._queue.get())
+        self._write([item for item in items if isinstance(item, (Span, Reward))])
+        barriers, more = [item for item in items if isinstance(item, _Barrier)], None not in items
+        del items
+        for barrier in barriers:
+            barrier.set()
+        return more
 
     def _write(self, records: list[Record]) -> None:
         """Stores the latest form of each record, in the order in which they began."""

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning.gateway import upstream
-from agentlightning.gateway.http1 import MAX_HEAD, Broken, Reader
+from agentlightning.gateway.http1 import Broken, Reader
 from agentlightning.gateway.upstream import Cut, Unreachable, Upstream, split
 
 Body = list[bytes]
@@ -94,7 +94,7 @@ def test_some_statuses_have_no_body(status: int) -> None:
         b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc",
-        b"x" * (MAX_HEAD + 1),
+        b"x" * 100_000,
     ],
 )
 def test_what_is_no_http_is_refused(data: bytes) -> None:

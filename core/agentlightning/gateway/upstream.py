@@ -1,4 +1,4 @@
-"""The gateway's own HTTP/1.1 client on asyncio: keep-alive, whole and streamed answers.
+"""The gateway's side towards the engines, asyncio and llhttp: keep-alive, whole and streamed answers.
 
 For a call of 700 ids httpx costs 0.65 ms of CPU, httpcore 0.41, h11 on a bare socket 0.15, and this 0.06. It also keeps
 the gateway's calls out of reach of everything that wraps httpx, our own propagation included.
