@@ -19,14 +19,15 @@ TEST = nox.project.dependency_groups(PROJECT, "test")
 LINT = nox.project.dependency_groups(PROJECT, "lint")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "Agg"}
 
-# The oldest release that we promise, and today's: (extra, what to tell pip, what to tell pytest).
+# The oldest release that we promise, and today's: (extra, folder of tests, what to tell pip, what to tell pytest).
 MATRIX = {
     "langgraph-oldest": (
+        "langgraph",
         "langgraph",
         ["-c", "constraints/langgraph-oldest.txt"],
         ["-W", "ignore:AgentStatePydantic has been moved"],  # langgraph 1.0.0 warns about its own import
     ),
-    "langgraph-newest": ("langgraph", [], []),
+    "langgraph-newest": ("langgraph", "langgraph", [], []),
 }
 
 
@@ -54,9 +55,9 @@ def core(session: nox.Session) -> None:
 @nox.parametrize("name", list(MATRIX), ids=list(MATRIX))
 def adapters(session: nox.Session, name: str) -> None:
     """Each framework alone, at the oldest release that we promise and at today's."""
-    extra, pip, pytest = MATRIX[name]
+    extra, folder, pip, pytest = MATRIX[name]
     session.install("-e", f".[{extra}]", *TEST, *pip)
-    session.run("pytest", "tests/adapters", *pytest, *session.posargs, env=OFFLINE)
+    session.run("pytest", f"tests/adapters/{folder}", *pytest, *session.posargs, env=OFFLINE)
 
 
 # pip, not uv: torch for the CPU may lie in a folder of wheels that only pip is told of.

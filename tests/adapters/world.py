@@ -11,16 +11,16 @@ import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
-
-from langchain_openai import ChatOpenAI
-from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from agentlightning import context
 from agentlightning.recorder import Recorder
 from agentlightning.schema import Outcome, Reward, Rollout, Span, SpanKind, new_id
 from agentlightning.store import open_store
 from tests.fakes.engine import FakeEngine, Script
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 T = TypeVar("T")
 
@@ -61,11 +61,14 @@ class World:
         self.engine.close()
 
     def llm(self, **kwargs: Any) -> ChatOpenAI:
-        """A model with a static base URL: only the trace context says where a call belongs.
+        """LangChain's model with a static base URL: only the trace context says where a call belongs.
 
         Its HTTP clients are its own: those that langchain-openai shares between models by address cannot be closed,
         for a later test may get the same port.
         """
+        from langchain_openai import ChatOpenAI
+        from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
+
         given = {"base_url": self.engine.base_url, "api_key": "none", "model": "base", "max_retries": 0}
         given |= {"http_client": DefaultHttpxClient(), "http_async_client": DefaultAsyncHttpxClient()}
         model = ChatOpenAI(**(given | kwargs))

@@ -23,7 +23,7 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 
 from agentlightning_adapters import langchain as adapter
-from tests.adapters import programs
+from tests.adapters.langgraph import programs
 
 
 def listening() -> Any:

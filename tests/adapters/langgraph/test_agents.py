@@ -21,7 +21,7 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 
 from agentlightning_adapters.langgraph_place import Place
-from tests.adapters import programs
+from tests.adapters.langgraph import programs
 
 
 def listening() -> Any:

@@ -12,7 +12,7 @@ from agentlightning.schema import SpanKind
 
 pytest.importorskip("langgraph", reason="the langgraph extra is not installed")
 
-from tests.adapters import programs
+from tests.adapters.langgraph import programs
 
 
 def listening() -> Any:

@@ -20,7 +20,7 @@ from langchain_core.language_models import FakeListChatModel
 from langchain_core.tracers.context import _configure_hooks
 
 from agentlightning_adapters import langchain as adapter
-from tests.adapters import programs
+from tests.adapters.langgraph import programs
 
 MANY = 64
 
