@@ -28,7 +28,7 @@ from agentlightning.hooks import hookimpl
 from agentlightning.plain import plain
 from agentlightning.recorder import Recorder
 from agentlightning.schema import Span, SpanKind, leaf
-from agentlightning_adapters.langgraph_place import Place
+from agentlightning_adapters.langgraph_place import Place, goals
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,19 @@ F = TypeVar("F", bound=Callable[..., None])
 class Run:
     """A LangChain run that has not ended."""
 
-    __slots__ = ("__weakref__", "home", "id", "parent_id", "place", "recorder", "scope", "span", "token")
+    __slots__ = (
+        "__weakref__",
+        "giver",
+        "handed",
+        "home",
+        "id",
+        "parent_id",
+        "place",
+        "recorder",
+        "scope",
+        "span",
+        "token",
+    )
 
     def __init__(self, run_id: UUID, parent_id: UUID | None, place: Place, scope: Scope, recorder: Recorder) -> None:
         self.id = run_id
@@ -52,6 +64,10 @@ class Run:
         self.recorder = recorder
         self.span: Span | None = None
         self.token: Token | None = None
+        self.handed: list[tuple[str, str]] = []
+        """Of a graph: a node that will begin, and the path of the agent that handed over to it."""
+        self.giver = place.path
+        """Who hands over when this run does: itself, or the agent inside that left it."""
         self.home: dict[UUID, Run] = scope.memory.kept.setdefault((__name__, "runs"), {})
 
 
@@ -106,7 +122,8 @@ class LangChainCallback(BaseCallbackHandler):
         run, outer = found
         path, forced = run.place.path, run.place.forced != outer.forced
         if path and path != outer.path:
-            self._open(run, SpanKind.AGENT, leaf(path), {"gen_ai.operation.name": "invoke_agent"})
+            told = {"gen_ai.operation.name": "invoke_agent", "agl.handoff.from": _giver(parent_run_id, metadata)}
+            self._open(run, SpanKind.AGENT, leaf(path), told)
         if run.place.depth > outer.depth or (forced and parent_run_id is not None):
             run.token = set_scope(run.scope)  # nodes only: a graph that is left half-way would stay in force
 
@@ -159,6 +176,7 @@ class LangChainCallback(BaseCallbackHandler):
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         run = _runs.get(run_id)
         if run is not None:
+            _hand_over(run, outputs)
             self._close(run, attributes={"output": brief(outputs)} if run.span else None)
 
     @_guarded
@@ -238,9 +256,31 @@ class LangChainCallback(BaseCallbackHandler):
         if isinstance(error, GeneratorExit):
             self._close(run, attributes={"agl.stopped_early": True})
         elif any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__):  # interrupts, hand-offs
+            _hand_over(run, error)
             self._close(run, attributes={"langgraph.left_by": type(error).__name__})
         else:
             self._close(run, error)
+
+
+def _hand_over(run: Run, output: object) -> None:
+    """Notes on the graph around a node whom the node hands over to."""
+    graph = _runs.get(run.parent_id) if run.parent_id else None
+    if graph is None:
+        return
+    for goal in goals(output):
+        graph.giver = run.giver
+        graph.handed.append((goal, run.giver))
+
+
+def _giver(graph_id: UUID | None, metadata: Mapping[str, Any] | None) -> str | None:
+    """The agent that handed over to the node that begins; None where an ordinary edge leads to it."""
+    graph = _runs.get(graph_id) if graph_id else None
+    node = (metadata or {}).get("langgraph_node")
+    edge = next((edge for edge in graph.handed if edge[0] == node), None) if graph is not None else None
+    if graph is None or edge is None:
+        return None
+    graph.handed.remove(edge)
+    return edge[1]
 
 
 def _places(scope: Scope) -> dict[str, Place]:

@@ -7,7 +7,7 @@ agent, or our own `agent` metadata, says more than a node's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentlightning.context import join
@@ -63,6 +63,21 @@ class Place(NamedTuple):
     def _call(self, name: str, replace: bool) -> Place:
         kept = self.names[:-1] if replace else self.names
         return self._replace(names=(*kept, name), tail="agent")
+
+
+def goals(output: object) -> list[str]:
+    """The nodes that an output of a node, or what it raised to leave its graph, hands over to (`Command(goto=...)`)."""
+    if isinstance(output, BaseException):
+        output = output.args[0] if output.args else None
+    commands = output if isinstance(output, (list, tuple)) else [output]
+    found: list[str] = []
+    for command in commands:
+        goto = getattr(command, "goto", ()) if type(command).__name__ == "Command" else ()
+        for goal in [goto] if isinstance(goto, str) or not isinstance(goto, Sequence) else goto:
+            name = goal if isinstance(goal, str) else getattr(goal, "node", "")
+            if name:
+                found.append(name)
+    return found
 
 
 def _nodes(metadata: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.conformance")  # else a broken contract says AssertionError and no more
+
 from tests.adapters.world import World
 from tests.fakes.engine import Script
 

@@ -7,6 +7,7 @@ the store.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI
 
 T = TypeVar("T")
+RAW = "raw"
+"""The prompt of calls that a program makes with a client of its own."""
 
 
 class Arrival(NamedTuple):
@@ -35,7 +38,14 @@ class Arrival(NamedTuple):
 
     @property
     def last(self) -> str:
-        return str(self.body["messages"][-1]["content"])
+        """The text of the last message, of a chat or of the Responses API."""
+        said = self.body.get("messages") or self.body["input"]
+        return said if isinstance(said, str) else str(said[-1].get("content"))
+
+    @property
+    def text(self) -> str:
+        """All that was asked, as JSON."""
+        return json.dumps(self.body, ensure_ascii=False)
 
 
 class World:
@@ -74,6 +84,26 @@ class World:
         model = ChatOpenAI(**(given | kwargs))
         self._models.append(model)
         return model
+
+    @property
+    def client(self) -> dict[str, Any]:
+        """What an OpenAI client needs to reach the engine; the model is `base`."""
+        return {"base_url": self.engine.base_url, "api_key": "none", "max_retries": 0}
+
+    def raw(self) -> str:
+        """A call past every framework."""
+        from openai import OpenAI
+
+        with OpenAI(**self.client) as client:
+            answer = client.chat.completions.create(model="base", messages=[{"role": "user", "content": RAW}])
+        return str(answer.choices[0].message.content)
+
+    async def raw_async(self) -> str:
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(**self.client) as client:
+            answer = await client.chat.completions.create(model="base", messages=[{"role": "user", "content": RAW}])
+        return str(answer.choices[0].message.content)
 
     def run(self, program: Coroutine[Any, Any, T]) -> T:
         """Runs async code to its end, its HTTP clients closed."""
