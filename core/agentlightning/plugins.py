@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 import pluggy
 
@@ -117,12 +117,35 @@ def callback(name: str) -> Any:
     return made
 
 
-def install(name: str) -> Callable[[], None]:
-    """Listens to a framework globally, with no change to the program; returns the undo. Raises PluginError."""
+class Installed:
+    """What `install` returns: call it, or leave its `with` block, and nothing listens any more. Twice does no harm."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo: list[Callable[[], None]] = [undo]
+
+    def __call__(self) -> None:
+        try:
+            undo = self._undo.pop()  # atomic: two threads never undo together
+        except IndexError:
+            return
+        undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self()
+
+
+def install(name: str) -> Installed:
+    """Listens to a framework globally, with no change to the program; returns the undo, which is a context manager too.
+
+    Raises PluginError as `load` does, and for adapters that must be handed over.
+    """
     undo = manager(load(ADAPTERS, name)).hook.agl_install(recorder=CurrentRecorder())
     if undo is None:
         raise PluginError(f"adapter {name!r} cannot listen globally: use `agl.callback({name!r})`.")
-    return undo  # type: ignore[no-any-return]
+    return Installed(undo)
 
 
 def algorithm(name: str, /, **knobs: Any) -> Any:

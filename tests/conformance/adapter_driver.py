@@ -8,7 +8,7 @@ takes to be traced is `listen`, or at most one object that is handed to the fram
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, TypeAlias
 
 import agentlightning as agl
@@ -33,10 +33,7 @@ class Driver:
 
     def listen(self) -> AbstractContextManager[object]:
         """Our one line."""
-        stack = ExitStack()
-        if self.listens_globally:
-            stack.callback(agl.install(self.name))
-        return stack
+        return agl.install(self.name) if self.listens_globally else nullcontext()
 
     def touched(self) -> Iterable[object]:
         """Classes, modules and lists that `listen` changes. What they hold is compared before and after."""

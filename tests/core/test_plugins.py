@@ -113,6 +113,22 @@ def test_callback_and_install_of_a_foreign_plugin(foreign):
     assert seen == []
 
 
+def test_install_is_a_context_manager_and_undoes_once(foreign):
+    with agl.install("good") as undo:
+        seen = sys.modules["foreign_good"].seen
+        assert len(seen) == 1
+    assert seen == []
+    seen.append("of another")
+    undo()
+    assert seen == ["of another"], "a second undo takes nothing from others"
+
+
+def test_the_block_is_left_by_an_error_too(foreign):
+    with pytest.raises(KeyError), agl.install("good"):
+        raise KeyError
+    assert sys.modules["foreign_good"].seen == []
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
