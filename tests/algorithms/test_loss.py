@@ -107,7 +107,7 @@ def test_huge_ratios_stay_finite() -> None:
 
 def test_refusals_name_the_cure() -> None:
     one = tensor(0.0)
-    with pytest.raises(ValueError, match="known: clip, likelihood"):
-        policy_loss(one, one, one, one, kind="gspo")
+    with pytest.raises(ValueError, match="known: clip, likelihood, gspo"):
+        policy_loss(one, one, one, one, kind="trust me")
     with pytest.raises(ValueError, match="ref_logp"):
         policy_loss(one, one, one, one, kl=0.1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agentlightning.schema import floats, ids
 from agentlightning_algorithms.policy import torch_rows
 from agentlightning_algorithms.policy.base import PolicySettings, Row, Update
+from agentlightning_algorithms.policy.objective import Objective
 from agentlightning_algorithms.policy.torch_options import parse_options
 from agentlightning_algorithms.policy.torch_rows import Micro, micros
 from agentlightning_algorithms.policy.torch_weights import Weights
@@ -129,7 +130,7 @@ def test_sharing_gives_the_gradient_of_the_rows_one_by_one(model: Path, lora: in
             parameter.grad = None
         for batch in batches:
             for micro in weights.learner._micros(batch):
-                weights.learner._backward(micro, Update(batch), Tally())
+                weights.learner._backward(micro, Objective(Update(batch).spec), Tally())
         gradients.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     scale = max(float(g.abs().max()) for g in gradients[1].values())

@@ -49,12 +49,43 @@ class Row(msgspec.Struct):
     """The temperature that the log-probabilities were taken at; 0 (greedy) counts as 1."""
 
 
+class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a sampled token is pushed. `r` is its ratio pi / pi_old, `w` pi_old / pi_engine, `A` its advantage.
+
+    Formulas and sources: `loss.py`. Without a correction pi_old is the engine, whose log-probabilities are in the rows;
+    with one it is the learner at the beginning of the update, and `w` is accounted for apart.
+    """
+
+    kind: str = "clip"
+    """`clip` (PPO), `gspo`, `cispo`, `sapo`, `dppo`, `importance` (r A, unbounded), `likelihood` (-A log p)."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """`clip`, `gspo`, `cispo`: r is held within [1 - low, 1 + high]. `dppo`: how far a probability may have moved."""
+    dual: float = 0.0
+    """`clip`, `gspo`: where A < 0 the loss is at most `dual * |A|`; 0: no such bound."""
+    taus: tuple[float, float] = (1.0, 1.05)
+    """`sapo`: temperature where A > 0, and elsewhere."""
+    kl: float = 0.0
+    """Weight of an estimate of KL(policy || initial policy), added per token."""
+    kl_form: str = "k3"
+    """`k1`, `k2` or `k3`."""
+    trust: float = 0.0
+    """Weight of log(pi / pi_engine) squared, added per token."""
+    correction: str = "none"
+    """What is done about w: `tis`, `icepop`, `sequence_tis`, `sequence_mask`, `geometric_mask`, `decoupled`."""
+    bounds: tuple[float, float] | None = None
+    """Of the correction; None: its usual ones."""
+    aggregation: str = "token"
+    """How tokens are added up; see `rows.py`."""
+    length: int = 0
+    """`constant`: the number of tokens that a sequence is divided by, whatever its own."""
+
+
 class Update(msgspec.Struct):
     """What one call of `Policy.update` does: `epochs` passes over `rows`, one optimiser step each."""
 
     rows: Sequence[Row]
-    loss: str = "clip"
-    """`clip` (PPO) or `likelihood` (supervised: -log p, advantages as weights)."""
+    loss: str | Loss = "clip"
+    """All of a loss, or its kind alone, with `clip` and `kl` from below; `likelihood` is supervised learning."""
     clip: tuple[float, float] = (0.2, 0.2)
     """Lower and upper bound of the probability ratio: [1 - low, 1 + high]."""
     kl: float = 0.0
@@ -62,6 +93,11 @@ class Update(msgspec.Struct):
     epochs: int = 1
     learning_rate: float | None = None
     """Instead of the one in the settings, for schedules."""
+
+    @property
+    def spec(self) -> Loss:
+        """The whole loss."""
+        return self.loss if isinstance(self.loss, Loss) else Loss(self.loss, self.clip, kl=self.kl)
 
 
 class Policy(Protocol):
@@ -77,6 +113,7 @@ class Policy(Protocol):
 
         Metrics: `loss`, `grad_norm`, `kl` (old to new, k3), `clip_fraction`, `tokens` (trained), `seconds`, and
         `logprob_error`: the largest |log p now - log p reported| over sampled tokens, taken before the first step.
+        With a correction also `mismatch_k1`, `mismatch_k3` (engine to learner), `ess` (0 to 1) and `masked_fraction`.
         """
 
     def logprobs(self, rows: Sequence[Row]) -> list[Floats]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from agentlightning.errors import PolicyError
 from agentlightning.schema import Floats
 
-from ..loss import k3, policy_loss
+from ..loss import k3
 from .base import Row, Update
+from .objective import Objective, check_loss
 from .torch_model import Network
 from .torch_rows import Micro, check, micros
 
@@ -87,17 +88,18 @@ class Learner:
         keys = sorted({self.weights.key(micro.selector) for micro in batch})
         backup = self._backup(keys) if update.epochs > 1 else {}
         first = last = Tally()
+        objective = Objective(update.spec)
         try:
-            if update.kl:
-                self._add_references(batch)
+            objective.begin(batch, self._logps)
             for epoch in range(update.epochs):
-                last = self._step(batch, keys, update)
+                objective.epoch(batch, self._logps)
+                last = self._step(batch, keys, update, objective)
                 first = last if epoch == 0 else first
         except PolicyError:
             self._restore(backup)
             raise
-        supervised = update.loss == "likelihood"
-        return {
+        supervised = update.spec.kind == "likelihood"
+        return objective.metrics | {
             "loss": first.loss,
             "grad_norm": max(last.norms),
             "kl": 0.0 if supervised else self._divergence(batch),
@@ -129,8 +131,7 @@ class Learner:
     def _check(self, update: Update) -> None:
         if update.epochs < 1:
             raise PolicyError("epochs must be 1 or more.")
-        if update.loss not in ("clip", "likelihood"):
-            raise PolicyError(f"unknown loss {update.loss!r}: use clip or likelihood.")
+        check_loss(update.spec)
         rate = self.learning_rate if update.learning_rate is None else update.learning_rate
         if not (math.isfinite(rate) and rate >= 0):
             raise PolicyError(f"the learning rate is {rate}: it must be a finite number, 0 or more.")
@@ -166,11 +167,7 @@ class Learner:
             hidden = micro.hidden(network)
             return torch.cat([self._logp(micro, network, hidden[p], p) for p in self._parts(micro, network)])
 
-    def _add_references(self, batch: list[Micro]) -> None:
-        for micro in batch:
-            micro.reference = self._logps(micro, initial=True)
-
-    def _step(self, batch: list[Micro], keys: list[str], update: Update) -> Tally:
+    def _step(self, batch: list[Micro], keys: list[str], update: Update, objective: Objective) -> Tally:
         """One pass over everything and one optimiser step."""
         tally = Tally()
         parameters = {key: list(self.weights.parameters(key).values()) for key in keys}
@@ -180,7 +177,7 @@ class Learner:
                 parameter.requires_grad_(True)
                 parameter.grad = None
             for micro in batch:
-                self._backward(micro, update, tally)
+                self._backward(micro, objective, tally)
             # Clipped for each set of weights by itself: one agent's outlier must not slow the others.
             tally.norms = [float(torch.nn.utils.clip_grad_norm_(parameters[key], MAX_NORM)) for key in keys]
             if not (math.isfinite(tally.loss) and all(map(math.isfinite, tally.norms))):
@@ -201,7 +198,7 @@ class Learner:
                 parameter.requires_grad_(False)
         return tally
 
-    def _backward(self, micro: Micro, update: Update, tally: Tally) -> None:
+    def _backward(self, micro: Micro, objective: Objective, tally: Tally) -> None:
         """Adds the gradient of one micro-batch. The head is run back in parts, the rest of the model once."""
         network, context = self.weights.current(micro.selector)
         with context:
@@ -209,16 +206,7 @@ class Learner:
             leaf = hidden.detach().requires_grad_()
             for part in self._parts(micro, network):
                 logp = self._logp(micro, network, leaf[part], part)
-                loss, clipped = policy_loss(
-                    logp,
-                    micro.old[part],
-                    micro.advantages[part],
-                    micro.weights[part],
-                    kind=update.loss,
-                    clip=update.clip,
-                    kl=update.kl,
-                    ref_logp=None if micro.reference is None else micro.reference[part],
-                )
+                loss, clipped = objective.loss(micro, part, logp)
                 loss.backward()
                 tally.loss += float(loss.detach())
                 tally.tokens += len(logp)

@@ -50,7 +50,6 @@ class Micro:
     advantages: Tensor
     weights: Tensor
     temperatures: Tensor
-    reference: Tensor | None = None
 
     def hidden(self, network: Network) -> Tensor:
         """Hidden states that predict the trained tokens, [trained, width]."""
