@@ -156,9 +156,9 @@ def test_models_are_the_rollouts_endpoints(tmp_path: Path) -> None:
 def test_a_dialect_that_is_not_spoken_gets_the_cure(tmp_path: Path) -> None:
     with World(tmp_path) as world:
         client = world.client(world.attempt())
-        with pytest.raises(openai.NotFoundError, match="use the chat completions API"):
-            client.responses.create(model="policy", input="hello")
-        response = world.http.post(f"{world.gateway.url}/v1/messages", json={})
+        with pytest.raises(openai.NotFoundError, match="chat completions and Responses"):
+            client.embeddings.create(model="policy", input="hello")
+        response = world.http.post(f"{world.gateway.url}/v1/rerank", json={})
         assert response.headers["content-type"] == "application/problem+json"
         assert response.json()["title"] == "unknown_dialect" and response.json()["status"] == 404
 

@@ -4,7 +4,7 @@
         client = openai.OpenAI(base_url=engine.base_url, api_key="none")
 
 The script gets the request's JSON and returns the reply: a text, an assistant message (`{"content": .., "tool_calls":
-[{"name": .., "arguments": ..}]}`, short or OpenAI form), or a `Fault`. It may be a coroutine function, and is called
+[{"name": .., "arguments": ..}]}`, short or OpenAI form, also with `reasoning_content`), or a `Fault`. It may be a coroutine function, and is called
 once per choice. Ids come from the toy tokenizer, log-probabilities from `logprob(id, position)`.
 """
 
@@ -252,8 +252,15 @@ class _Choice:
         first = {"index": self.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         parts: list[Json] = [first]
         calls = self.message.get("tool_calls") or []
-        content = len(tokenizer.encode(self.message.get("content") or ""))
-        spans = [(a, min(a + size, content)) for a in range(0, content, size)]
+        thought = tokenizer.reasoning_text(self.message)
+        start = len(tokenizer.encode(thought))
+        content = start + len(tokenizer.encode(self.message.get("content") or ""))
+        for a in range(0, start, size):
+            cuts = [len(self.message["reasoning_content"]) * edge // start for edge in (a, min(a + size, start))]
+            delta = {"reasoning_content": self.message["reasoning_content"][slice(*cuts)]}
+            tokens = self._tokens(a, min(a + size, start))
+            parts.append({"index": self.index, "delta": delta, "finish_reason": None} | tokens)
+        spans = [(a, min(a + size, content)) for a in range(start, content, size)]
         for a, b in spans:
             delta = {"content": decoder.feed(self.ids[a:b], final=b == content)}
             parts.append({"index": self.index, "delta": delta, "finish_reason": None} | self._tokens(a, b))
@@ -317,6 +324,8 @@ def _message(reply: str | Json) -> Json:
     if isinstance(reply, str):
         return {"role": "assistant", "content": reply}
     message = {"role": "assistant", "content": reply.get("content")}
+    if reply.get("reasoning_content"):
+        message["reasoning_content"] = reply["reasoning_content"]
     if reply.get("tool_calls"):
         message["tool_calls"] = [_tool_call(i, call) for i, call in enumerate(reply["tool_calls"])]
     return message

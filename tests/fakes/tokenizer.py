@@ -39,13 +39,24 @@ def render(messages: Sequence[dict[str, Any]]) -> list[int]:
 def message_text(message: dict[str, Any]) -> str:
     """What the model sampled or read for one message: the content, then each tool call as JSON in its tags."""
     content = message.get("content") or ""
+    thought = reasoning_text(message)
     if not isinstance(content, str):
         content = "".join(part.get("text", "") for part in content)
     calls = (call["function"] for call in message.get("tool_calls") or ())
-    return content + "".join(
-        f"<tool_call>{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}</tool_call>"
-        for c in calls
+    return (
+        thought
+        + content
+        + "".join(
+            f"<tool_call>{json.dumps({'name': c['name'], 'arguments': c['arguments']}, ensure_ascii=False)}</tool_call>"
+            for c in calls
+        )
     )
+
+
+def reasoning_text(message: dict[str, Any]) -> str:
+    """What was sampled before the content of a message that thinks; this template keeps it in the history."""
+    thought = message.get("reasoning_content")
+    return f"<think>{thought}</think>" if thought else ""
 
 
 class StreamDecoder:

@@ -1,6 +1,6 @@
 """An OpenAI-compatible proxy: the next service in the trace, and the only place that sees the sampled ids.
 
-A request is read (`identity`), looked up (`directory`), shaped (`sampling`), sent (`upstream`), answered (`proxy`,
+A request is read (`identity`), translated (`dialects`), looked up (`directory`), shaped (`sampling`), sent (`upstream`), answered (`proxy`,
 `stream`) and recorded (`capture`, `checks`, `writer`).
 """
 

@@ -14,16 +14,19 @@ from starlette.routing import Route
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.call import Call
+from agentlightning.gateway.dialects import DIALECTS, Dialect, Memory, Speech
 from agentlightning.gateway.directory import Directory, Place
 from agentlightning.gateway.identity import Caller, identify
 from agentlightning.gateway.problems import Problem, Receive, Scope, Send
 from agentlightning.gateway.proxy import Proxy
 from agentlightning.gateway.sampling import Keep, Seeds, overrides, seed_of, shape
-from agentlightning.gateway.wire import loads
+from agentlightning.gateway.wire import dumps, loads
 from agentlightning.schema import new_id
 
 logger = logging.getLogger("agentlightning.gateway")
 
+TWICE = ("/attempts/{attempt}/agents/{agent:path}/v1/v1", "/attempts/{attempt}/v1/v1", "/v1/v1")
+"""Anthropic's clients add `/v1` to a base URL that has one already."""
 PREFIXES = ("/attempts/{attempt}/agents/{agent:path}/v1", "/attempts/{attempt}/v1", "/v1")
 REMEMBERED = 65536
 """Cancelled attempts, and addresses of stray calls, that are remembered."""
@@ -34,13 +37,14 @@ class Door:
 
     def __init__(self, directory: Directory, proxy: Proxy) -> None:
         self.proxy = proxy
-        self._directory, self._seeds = directory, Seeds()
+        self._directory, self._seeds, self._memory = directory, Seeds(), Memory()
         self._flying: defaultdict[str | None, set[Call]] = defaultdict(set)
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._strays: OrderedDict[str, None] = OrderedDict()
         self.app = Starlette(
             routes=[
-                *(Route(f"{prefix}/chat/completions", _Chat(self)) for prefix in PREFIXES),
+                *(Route(f"{prefix}/chat/completions", _Calls(self)) for prefix in PREFIXES),
+                *(Route(f"{prefix}/{d.PATH}", _Calls(self, d)) for prefix in (*TWICE, *PREFIXES) for d in DIALECTS),
                 *(Route(f"{prefix}/models", self._models) for prefix in PREFIXES),
                 *(Route(f"{prefix}/models/{{model:path}}", self._models) for prefix in PREFIXES),
             ],
@@ -67,9 +71,9 @@ class Door:
             for call in list(self._flying[attempt_id]):
                 call.stop("cancelled")
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One chat completion, from the request to the end of the answer."""
-        call = await self._understand(scope, await _body(receive))
+    async def serve(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect | None) -> None:
+        """One model call, from the request to the end of the answer."""
+        call = await self._understand(scope, await _body(receive), dialect)
         flying = self._flying[call.attempt_id]
         flying.add(call)
         watcher = asyncio.create_task(_watch(call, receive))
@@ -84,9 +88,14 @@ class Door:
             if found and call.place and call.ticket:
                 self._seeds.give_back(call.place, call.ticket)
 
-    async def _understand(self, scope: Scope, body: bytes) -> Call:
-        request = _parsed(body)
+    async def _understand(self, scope: Scope, body: bytes, dialect: Dialect | None) -> Call:
+        request, call_id = _parsed(body), new_id()
         caller = identify(scope["path_params"], scope["headers"])
+        speech = None
+        if dialect is not None:
+            speech = Speech(dialect, request, self._memory.of(caller.attempt_id), call_id)
+            request = speech.chat
+        _refuse_no_messages(request)
         place = await self._directory.place(caller.attempt_id)
         self._refuse_if_over(caller, place)
         target = await self._directory.target(place, str(request.get("model", "")), caller.path)
@@ -105,7 +114,8 @@ class Door:
         asked = shape(request, target, changes, seed, ids)
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
-        return Call(new_id(), caller, place, target, request, asked, Keep.of(request), ticket, task)
+        keep = Keep.of(request) if speech is None else Keep(bool(request.get("logprobs")), False, True)
+        return Call(call_id, caller, place, target, request, asked, keep, ticket, task, speech)
 
     def _refuse_if_over(self, caller: Caller, place: Place | None) -> None:
         if caller.attempt_id in self._refused or (place is not None and place.over):
@@ -146,25 +156,25 @@ class Door:
         return JSONResponse(card)
 
 
-class _Chat:
+class _Calls:
     """A class, so that Starlette hands over the raw connection: its own requests and responses cost 0.1 ms."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, door: Door, dialect: Dialect | None = None) -> None:
+        self._door, self._dialect = door, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST":
-            return await _METHOD(scope, receive, send)
         try:
-            await self._door.chat(scope, receive, send)
+            if scope["method"] != "POST":
+                raise Problem(405, "wrong_method", "model calls are made with POST.")
+            await self._door.serve(scope, receive, send, self._dialect)
         except Problem as problem:
-            await problem(scope, receive, send)
+            await self._refuse(problem, send)
         except Exception as error:  # a store may fail in its own ways; the client must hear of it
             logger.exception("a model call could not be served")
-            await Problem(500, "gateway_error", f"the call could not be served: {error}")(scope, receive, send)
+            await self._refuse(Problem(500, "gateway_error", f"the call could not be served: {error}"), send)
 
-
-_METHOD = Problem(405, "wrong_method", "chat completions are asked for with POST.")
+    async def _refuse(self, problem: Problem, send: Send) -> None:
+        await problem.answer(send, dumps(self._dialect.error(problem)) if self._dialect else None)
 
 
 async def _body(receive: Receive) -> bytes:
@@ -183,9 +193,14 @@ def _parsed(body: bytes) -> dict[str, Any]:
         request = loads(body)
     except ValueError as error:
         raise Problem(400, "bad_request", f"the body is no JSON ({error}): send a chat completion request.") from error
-    if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
-        raise Problem(400, "bad_request", "the body must be an object with a list `messages`: send a chat request.")
+    if not isinstance(request, dict):
+        raise Problem(400, "bad_request", "the body must be a JSON object: send a chat completion request.")
     return request
+
+
+def _refuse_no_messages(request: dict[str, Any]) -> None:
+    if not isinstance(request.get("messages"), list):
+        raise Problem(400, "bad_request", "the body must be an object with a list `messages`: send a chat request.")
 
 
 async def _watch(call: Call, receive: Receive) -> None:
@@ -202,8 +217,8 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _not_spoken(request: Request, error: Exception) -> Response:
     detail = (
-        f"the gateway does not serve {request.url.path}: it speaks OpenAI chat completions and models. Point the client's "
-        "base URL at `policy.base_url` (it ends in /v1) and use the chat completions API."
+        f"the gateway does not serve {request.url.path}: it speaks OpenAI chat completions and Responses, Anthropic Messages, "
+        "and models. Point the client's base URL at `policy.base_url` (it ends in /v1) and use one of these."
     )
     return await _problem(request, Problem(404, "unknown_dialect", detail))
 

@@ -9,6 +9,7 @@ import msgspec
 
 from agentlightning.gateway.capture import Capture, Tokens, tokens
 from agentlightning.gateway.checks import defect
+from agentlightning.gateway.dialects import Speech
 from agentlightning.gateway.directory import Place, Target
 from agentlightning.gateway.identity import Caller
 from agentlightning.gateway.sampling import Keep, sampling_of
@@ -27,13 +28,15 @@ class Call(msgspec.Struct, eq=False):
     """None: unattributed."""
     target: Target
     request: Json
-    """As the client sent it."""
+    """As the client sent it; in chat completions' form, whatever it was sent in."""
     asked: Json
     """As the engine gets it."""
     keep: Keep
     ticket: tuple[bytes, int] | None
     """Of the seed; given back when the call fails."""
     task: asyncio.Task[None]
+    speech: Speech | None = None
+    """The dialect that the client speaks; None: chat completions."""
     start_ns: int = msgspec.field(default_factory=now_ns)
     stopped: str | None = None
     """Why we ended it ourselves: `cancelled`, `client_disconnected`."""

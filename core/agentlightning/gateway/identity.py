@@ -15,7 +15,11 @@ import msgspec
 from agentlightning.context import AGENT_KEY, parse_baggage, parse_traceparent
 from agentlightning.schema import DEFAULT_AGENT
 
-_KEY = re.compile(r"bearer\s+agl-([0-9a-f]{32})\s*", re.IGNORECASE)
+_KEY = re.compile(r"(?:bearer\s+)?agl-([0-9a-f]{32})\s*", re.IGNORECASE)
+
+
+_SAID = frozenset({b"authorization", b"x-api-key", b"traceparent", b"baggage"})
+"""`x-api-key` is where Anthropic's clients put the key."""
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -32,8 +36,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 def identify(params: Mapping[str, str], headers: Iterable[tuple[bytes, bytes]]) -> Caller:
     """`params`: `attempt` and `agent` of the URL, decoded, where it has them. `headers`: lower-case names."""
-    said = {name: value for name, value in headers if name in (b"authorization", b"traceparent", b"baggage")}
-    key = _KEY.fullmatch(said.get(b"authorization", b"").decode("latin-1"))
+    said = {name: value for name, value in headers if name in _SAID}
+    key = _KEY.fullmatch((said.get(b"x-api-key") or said.get(b"authorization", b"")).decode("latin-1"))
     trace = parse_traceparent(said.get(b"traceparent", b"").decode("latin-1"))
     attempt_id, source = _attempt(params.get("attempt"), key.group(1) if key else None, trace)
     own = trace is not None and trace[0] == attempt_id and trace[1] != trace[0][:16]

@@ -36,8 +36,13 @@ class Problem(Exception):
             {"message": self.detail, "type": "agentlightning", "code": self.code}
         )
 
+    async def answer(self, send: Send, body: bytes | None = None) -> None:
+        """`body`: the same in a dialect's own shape."""
+        kind = b"application/problem+json" if body is None else b"application/json"
+        await respond(send, self.status, self.body() if body is None else body, [(b"content-type", kind)])
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(send, self.status, self.body(), [(b"content-type", b"application/problem+json")])
+        await self.answer(send)
 
 
 async def respond(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from agentlightning.gateway.call import Call
 from agentlightning.gateway.capture import Capture, take
 from agentlightning.gateway.checks import explain
+from agentlightning.gateway.dialects import Speech, engine_problem
 from agentlightning.gateway.problems import Problem, Send, respond
 from agentlightning.gateway.sampling import shape
 from agentlightning.gateway.stream import StreamCapture
@@ -52,7 +53,7 @@ class Proxy:
 
     async def serve(self, call: Call, send: Send) -> str | None:
         """Answers; returns the defect of the call (its first choice), None for a good one."""
-        stream = StreamCapture(call.keep, call.n)
+        stream = StreamCapture(call.keep, call.n, call.speech)
         try:
             async with await self._ask(call) as answer:
                 if answer.is_stream and answer.status == 200:
@@ -137,9 +138,10 @@ class Proxy:
                 body = take(capture, body, call.keep) or body
             except ValueError as error:
                 capture.malformed = f"no JSON: {error}"
+        status, body = _spoken(call.speech, capture, answer.status, body) if call.speech else (answer.status, body)
         found = self.keep(call, capture, _stamp(answer), reason)
         call.answering = call.answered = True
-        await respond(send, answer.status, body, self._head(call, answer))
+        await respond(send, status, body, self._head(call, answer))
         return found
 
     async def _stream(self, call: Call, answer: Answer, stream: StreamCapture, send: Send) -> str | None:
@@ -150,6 +152,8 @@ class Proxy:
             if shown:
                 await send({"type": "http.response.body", "body": shown, "more_body": True})
         tail = stream.tail()
+        if call.speech is not None and stream.finished:
+            call.speech.remember(stream.capture.choice(0).message)
         found = self.keep(call, stream.capture, _stamp(answer), None)
         call.answered = True
         await send({"type": "http.response.body", "body": tail})
@@ -164,9 +168,10 @@ class Proxy:
         if reason == "client_disconnected":
             return found
         if call.answering:
-            await send({"type": "http.response.body", "body": problem.event()})
+            told = call.speech.fail(problem) if call.speech else problem.event()
+            await send({"type": "http.response.body", "body": told})
         else:
-            await respond(send, problem.status, problem.body(), [(b"content-type", b"application/problem+json")])
+            await problem.answer(send, call.speech.error(problem) if call.speech else None)
         return found
 
     def keep(self, call: Call, capture: Capture, stamp: int | None, reason: str | None) -> str | None:
@@ -191,6 +196,21 @@ class Proxy:
 def _stamp(answer: Answer) -> int | None:
     value = answer.headers.get(b"x-agl-version", b"")
     return int(value) if value.isdigit() else None
+
+
+def _spoken(speech: Speech, capture: Capture, status: int, body: bytes) -> tuple[int, bytes]:
+    """A whole answer in the client's dialect."""
+    if status != 200:
+        return status, speech.error(engine_problem(status, _readable(body)))
+    try:
+        if capture.malformed is None:
+            spoken = speech.answer(loads(body))
+            speech.remember(capture.choice(0).message)
+            return status, spoken
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        capture.malformed = f"an answer of a shape nobody defined: {error!r}"
+    told = f"the engine's answer cannot be read ({capture.malformed}): see the engine's log."
+    return 502, speech.error(Problem(502, "bad_response", told))
 
 
 def _readable(body: bytes) -> object:

@@ -7,7 +7,9 @@ way to the store: a program that has read its answer can rely on the record.
 from __future__ import annotations
 
 from agentlightning.gateway.capture import Capture, take
+from agentlightning.gateway.dialects import Speech, engine_problem
 from agentlightning.gateway.sampling import Keep
+from agentlightning.gateway.wire import loads
 
 DONE = b"[DONE]"
 
@@ -15,9 +17,10 @@ DONE = b"[DONE]"
 class StreamCapture:
     """Feed it bytes as they come; it returns bytes for the client."""
 
-    def __init__(self, keep: Keep, n: int) -> None:
+    def __init__(self, keep: Keep, n: int, speech: Speech | None = None) -> None:
+        """`speech`: the dialect that the client gets; None: chat completions."""
         self.capture = Capture()
-        self._keep, self._n = keep, n
+        self._keep, self._n, self._speech = keep, n, speech
         self._rest = b""
         self._held: list[bytes] = []
 
@@ -41,6 +44,9 @@ class StreamCapture:
         if self._rest.strip():
             self._held.append(self._event(self._rest))
             self._rest = b""
+        if self._speech is not None:
+            error = self.capture.error
+            self._held.append(self._speech.end() if error is None else self._speech.fail(engine_problem(500, error)))
         held, self._held = b"".join(self._held), []
         return held
 
@@ -48,15 +54,25 @@ class StreamCapture:
         lines = event.split(b"\n")
         data = b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
         if not data or data == DONE:
-            return event + b"\n\n"
+            return b"" if data and self._speech else event + b"\n\n"
         try:
             shown = take(self.capture, data, self._keep)
         except ValueError as error:
             self.capture.malformed = self.capture.malformed or f"a chunk that is no JSON object: {error}"
-            return event + b"\n\n"
+            return b"" if self._speech else event + b"\n\n"
         if shown is None:
             return b""
+        if self._speech is not None:
+            return self._translated(shown)
         if shown is data:
             return event + b"\n\n"
         others = b"".join(line + b"\n" for line in lines if not line.startswith(b"data:"))
         return others + b"data: " + shown + b"\n\n"
+
+    def _translated(self, shown: bytes) -> bytes:
+        assert self._speech is not None
+        try:
+            return b"" if self.capture.error is not None else self._speech.chunk(loads(shown))
+        except (AttributeError, KeyError, TypeError) as error:
+            self.capture.malformed = self.capture.malformed or f"a chunk of a shape nobody defined: {error!r}"
+            return b""
