@@ -24,9 +24,21 @@ import msgspec
 import pluggy
 
 from agentlightning import plugins
-from agentlightning.errors import ConfigError, NothingToTrain, RolloutError, UnknownAgent
+from agentlightning.errors import ConfigError, NothingToTrain, PluginError, RolloutError, UnknownAgent
 from agentlightning.evaluation import Evaluation, evaluation_of
-from agentlightning.schema import FINAL_STATES, Endpoint, Episode, Resource, Rollout, Run, Step, now_ns, selector_of
+from agentlightning.schema import (
+    FINAL_STATES,
+    Endpoint,
+    Episode,
+    Resource,
+    Reward,
+    Rollout,
+    Run,
+    Span,
+    Step,
+    now_ns,
+    selector_of,
+)
 from agentlightning.store.base import Store
 from agentlightning.tasks import Task, digest, draw
 from agentlightning.trajectory import Batch, Ledger, collect, rollout_reward
@@ -195,7 +207,8 @@ class Loop:
         for episode in episodes:
             self._known_agents.update(completion.path for completion in episode.completions)
         if mode == "train":
-            self._episodes.extend(episodes)
+            counted = {episode.rollout.id for episode in self._episodes}
+            self._episodes.extend(e for e in episodes if e.rollout.id not in counted)
         self._refuse_total_failure(episodes)
         return episodes
 
@@ -238,6 +251,22 @@ class Loop:
             f"none of {len(episodes)} rollouts made a model call or gave a reward ({told}). The first error was:\n{detail}\n"
             f"See `agl show {episodes[0].rollout.id[:12]}`; run the program by itself on one task to debug it."
         )
+
+    @property
+    def pays_spans(self) -> bool:
+        """Whether a plug-in gives rewards for spans."""
+        return bool(self._observers.hook.agl_reward_from_span.get_hookimpls())
+
+    def span_reward(self, span: Span) -> Reward | None:
+        """What the first plug-in that has a word says of a span (`agl_reward_from_span`). Raises PluginError if one fails."""
+        try:
+            found: Reward | None = self._observers.hook.agl_reward_from_span(span=span)
+        except Exception as error:
+            raise PluginError(
+                f"agl_reward_from_span failed for span {span.name!r}, {type(error).__name__}: {error}; mend the plug-in, or "
+                "take it out of `plugins=`: rewards must not be missing silently."
+            ) from error
+        return found
 
     def collect(self, episodes: Sequence[Episode], selectors: Sequence[str]) -> Batch:
         """What the step can learn from: calls of today's policy version only, grouped, with its ledger.

@@ -84,8 +84,7 @@ class Batch(msgspec.Struct):
 def collect(episodes: Sequence[Episode], selectors: Sequence[str], version: int | None = None) -> Batch:
     """Groups by (group id, selector) of all trajectories that can be trained, and the ledger of all calls.
 
-    `version`: calls that another policy version sampled are left out as `stale`. None accepts every version.
-    """
+    Calls that another policy version than `version` sampled are left out as `stale`; None accepts every version."""
     ledger = Ledger()
     groups: dict[tuple[str, ...], list[Trajectory]] = defaultdict(list)
     for episode in episodes:
@@ -120,7 +119,7 @@ def _trajectories(
             ledger.drop("reward_missing", len(calls))
             continue
         ledger.complete += len(calls)
-        transitions = [Transition(c, selector, _value(episode.rewards, _call_targets(c)) or 0.0) for c in calls]
+        transitions = [Transition(c, selector, call_reward(episode, c)) for c in calls]
         yield selector, Trajectory(episode.rollout.id, episode.attempt.id, path, total, transitions)
 
 
@@ -152,6 +151,11 @@ def _value(rewards: Sequence[Reward], targets: frozenset[str]) -> float | None:
 
 def _call_targets(completion: Completion) -> frozenset[str]:
     return frozenset({f"call:{completion.id}", f"call:{completion.span_id}"})
+
+
+def call_reward(episode: Episode, call: Completion) -> float:
+    """What was given to this call alone; 0 where nothing was."""
+    return _value(episode.rewards, _call_targets(call)) or 0.0
 
 
 def rollout_reward(rewards: Sequence[Reward]) -> float | None:

@@ -1,5 +1,7 @@
 """Advantages and rows against values worked out by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 from agentlightning.schema import Completion, Group, Trajectory, Transition, floats, ids
 from agentlightning.trajectory import Ledger
-from agentlightning_algorithms.advantage import grpo, set_advantages
+from agentlightning_algorithms.advantage import Advantage, grpo
+from agentlightning_algorithms.credit import assign
 from agentlightning_algorithms.rows import rows_of
 
 
@@ -36,6 +39,9 @@ def test_advantages_have_mean_zero(returns):
     assert abs(grpo(returns).mean()) < 1e-6
 
 
+NUMBERS = itertools.count()
+
+
 def completion(prompt, response):
     n = len(response)
     return Completion(
@@ -44,7 +50,7 @@ def completion(prompt, response):
 
 
 def trajectory(total, *calls):
-    return Trajectory("r", "a", "w", total, [Transition(completion(p, r), "w", 0.0) for p, r in calls])
+    return Trajectory(f"r{next(NUMBERS)}", "a", "w", total, [Transition(completion(p, r), "w", 0.0) for p, r in calls])
 
 
 def test_b71_a_long_rollout_counts_once_in_the_baseline():
@@ -52,7 +58,7 @@ def test_b71_a_long_rollout_counts_once_in_the_baseline():
         trajectory(total, *[([1], [2])] * turns) for total, turns in zip([0, 1, 0, 0], [1, 5, 1, 1], strict=True)
     ]
     ledger = Ledger()
-    set_advantages([Group(("g", "w"), members)], ledger, std="none")
+    assign([Group(("g", "w"), members)], ledger, Advantage(std="none"))
     assert [m.transitions[0].advantage for m in members] == [-0.25, 0.75, -0.25, -0.25]
     assert ledger.trained == 8
 
@@ -61,14 +67,14 @@ def test_b70_b78_groups_that_teach_nothing_are_counted():
     ledger = Ledger()
     single = Group(("a", "w"), [trajectory(1, ([1], [2]))])
     flat = Group(("b", "w"), [trajectory(1, ([1], [2]), ([3], [4])), trajectory(1, ([1], [2]))])
-    assert set_advantages([single, flat], ledger) == []
+    assert assign([single, flat], ledger) == []
     assert ledger.dropped == {"single": 1, "zero_variance": 3} and ledger.trained == 0
 
 
 def groups():
     first, second = trajectory(1, ([1, 2], [3, 4]), ([9], [5])), trajectory(0, ([1, 2], [6]))
     made = [Group(("g", "w"), [first, second])]
-    set_advantages(made, Ledger(), std="none")
+    assign(made, Ledger(), Advantage(std="none"))
     return made
 
 
@@ -92,7 +98,7 @@ def test_b72_a_rollout_weighs_the_same_whatever_its_calls():
 
 def test_turns_on_one_prefix_are_one_row_with_both_turns_trained():
     made = [Group(("g", "w"), [trajectory(1, ([1], [2]), ([1, 2, 7], [3])), trajectory(0, ([1], [4]))])]
-    set_advantages(made, Ledger(), std="none")
+    assign(made, Ledger(), Advantage(std="none"))
     row = rows_of(made)[0]
     assert row.ids.tolist() == [1, 2, 7, 3]
     assert (row.weights > 0).tolist() == [False, True, False, True]

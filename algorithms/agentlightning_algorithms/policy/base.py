@@ -79,6 +79,11 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int = 0
     """`constant`: the number of tokens that a sequence is divided by, whatever its own."""
 
+    @property
+    def of_sequences(self) -> bool:
+        """Whether a token's loss depends on the whole answer that it is in, and not on the token alone."""
+        return self.kind == "gspo" or self.correction in ("sequence_tis", "sequence_mask", "geometric_mask")
+
 
 class Update(msgspec.Struct):
     """What one call of `Policy.update` does: `epochs` passes over `rows`, one optimiser step each."""
