@@ -24,7 +24,7 @@ from .world import World, make_world, score
 
 RECIPE: dict[str, Any] = {
     "lora": 16,
-    "steps": 50,
+    "steps": 150,
     "tasks_per_step": 8,
     "rollouts_per_task": 8,
     "learning_rate": 3e-3,
@@ -91,7 +91,9 @@ def program(base_url: str) -> Callable[..., float]:
     @agl.rollout
     def solve(task: Any, policy: Any) -> float:
         answer = graph.invoke({key: task[key] for key in ("question", "schema", "database")}, config=config)
-        return float(score(task, answer.get("sql")))
+        first = float(score(task, answer["queries"][0]))
+        agl.emit_reward(first, target="agent:write_query", name="first_query")
+        return float(score(task, answer["sql"]))
 
     return solve
 

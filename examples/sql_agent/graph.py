@@ -7,7 +7,8 @@ write_query -> execute -> check_query -> end, when correct
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from operator import add
+from typing import Annotated, Any, Literal, TypedDict
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
@@ -19,12 +20,13 @@ MAX_TURNS = 3
 
 
 class State(TypedDict, total=False):
-    """`question`, `schema` and `database` come in; `sql` is the answer."""
+    """`question`, `schema` and `database` come in; `sql` is the answer, `queries` are all that were tried."""
 
     question: str
     schema: str
     database: str
     sql: str
+    queries: Annotated[list[str], add]
     result: str
     verdict: str
     turns: int
@@ -51,9 +53,12 @@ def build_graph(
         max_retries=2,
     )
 
+    def tried(sql: str, turns: int) -> State:
+        return {"sql": sql, "queries": [sql], "turns": turns}
+
     def write_query(state: State) -> State:
         messages = prompts.write_prompt(state["schema"], state["question"])
-        return {"sql": prompts.query_in(llm.invoke(messages).text), "turns": 1}
+        return tried(prompts.query_in(llm.invoke(messages).text), 1)
 
     def execute(state: State) -> State:
         return {"result": show(state["database"], state["sql"])}
@@ -66,7 +71,7 @@ def build_graph(
         messages = prompts.rewrite_prompt(
             state["schema"], state["question"], state["sql"], state["result"], state["verdict"]
         )
-        return {"sql": prompts.query_in(llm.invoke(messages).text), "turns": state["turns"] + 1}
+        return tried(prompts.query_in(llm.invoke(messages).text), state["turns"] + 1)
 
     def after_execute(state: State) -> Literal["check_query", "__end__"]:
         # After the last turn nothing can be changed any more, so nobody is asked.

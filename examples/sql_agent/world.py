@@ -1,8 +1,8 @@
 """The world of the example: eight databases and disjoint sets of questions, all from one seed.
 
-Held-out, validation and warm-start questions share no wording and no gold query. A question is kept only if it is hard
-to be right by luck: its answer is neither empty, 0 nor NULL, and a wrong query by habit or by an obvious slip gives
-another answer.
+Held-out, validation, training and warm-start questions share no wording and no gold query. A question is kept only if
+it is hard to be right by luck: its answer is neither empty, 0 nor NULL, and a wrong query by habit or by an obvious slip
+gives another answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(frozen=True)
 class World:
-    """`warm` is for demonstrations, `train` a subset of it with the natural mix of kinds."""
+    """`warm` is for demonstrations; no question of it is trained, so that training meets what the model cannot do yet."""
 
     warm: list[Question]
     train: list[Task]
@@ -56,17 +56,17 @@ class World:
     heldout: list[Task]
 
 
-def make_world(folder: Path, seed: int = 0, *, warm: int = 4000, train: int = 800, heldout: int = 200) -> World:
+def make_world(folder: Path, seed: int = 0, *, warm: int = 3600, train: int = 800, heldout: int = 200) -> World:
     """Writes the databases into `folder` and draws the questions. Equal seeds give equal worlds, byte for byte."""
     rng = random.Random(f"sql world {seed}")
     folder.mkdir(parents=True, exist_ok=True)
     draw = _Drawer({db.id: create(db, folder, rng) for db in DATABASES}, rng)
     held = [draw.one() for _ in range(heldout)]
     validation = [draw.one() for _ in range(heldout)]
-    natural = [draw.one() for _ in range(train)]
-    more = [draw.one() for _ in range(warm - train)]
-    tasks = [[question.task for question in part] for part in (natural, validation, held)]
-    return World(natural + more, *tasks)
+    trained = [draw.one() for _ in range(train)]
+    demonstrated = [draw.one() for _ in range(warm)]
+    tasks = [[question.task for question in part] for part in (trained, validation, held)]
+    return World(demonstrated, *tasks)
 
 
 def score(task: Task, sql: str | None) -> bool:

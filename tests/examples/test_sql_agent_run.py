@@ -28,7 +28,7 @@ KEYS = [
 
 def run(out: Path, *more: str) -> dict:
     found = out / "summary.json"
-    base = ["--out", str(out), "--json", str(found), "--val", "6", "--warm", "30", "--steps", "2"]
+    base = ["--out", str(out), "--json", str(found), "--val", "6", "--warm", "60", "--steps", "2"]
     assert main([*base, "--tasks-per-step", "2", "--rollouts-per-task", "4", *more]) == 0
     return json.loads(found.read_text())
 
