@@ -119,6 +119,11 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routes: tuple[Route, ...]
     context: int
     """Tokens that prompt and response may have together."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end a turn, with which the last id of each sample is compared; empty: not known."""
+    ask: dict[str, Json] = {}
+    """What this server wants to be asked, besides `return_token_ids` and `logprobs`, before it sends all tokens: for
+    SGLang `{"return_prompt_token_ids": True}`."""
 
 
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):

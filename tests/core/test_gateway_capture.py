@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentlightning.gateway.capture import Capture, merge, take, tokens
-from agentlightning.gateway.checks import defect, explain
+from agentlightning.gateway.checks import Ends, defect, explain
 from agentlightning.gateway.sampling import Keep
 
 SHOW, HIDE = Keep(True, True, True), Keep(False, False, False)
@@ -46,52 +46,6 @@ def defect_of(value: Any) -> str | None:
 
 def without(value: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != key}
-
-
-def placed(*keys: str | int, value: Any) -> Any:
-    """`value` below these keys, for `merged`."""
-    for key in reversed(keys):
-        value = {key: value} if isinstance(key, str) else [value]
-    return value
-
-
-def merged(a: Any, b: Any) -> Any:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return {k: merged(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in a | b}
-    return [merged(a[0], b[0])] if isinstance(a, list) and isinstance(b, list) else b
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        ("prompt_token_ids",),
-        ("provider_specific_fields", "prompt_token_ids"),
-        ("choices", 0, "prompt_token_ids"),
-        ("choices", 0, "provider_specific_fields", "prompt_token_ids"),
-        ("choices", 0, "message", "provider_specific_fields", "prompt_token_ids"),
-    ],
-)
-def test_prompt_ids_are_found_where_proxies_put_them(place: tuple[str | int, ...]) -> None:
-    capture, _ = read(merged(without(answer(), "prompt_token_ids"), placed(*place, value=[4, 5])))
-    assert capture.prompt_ids == [4, 5]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        ("token_ids",),
-        ("provider_specific_fields", "token_ids"),
-        ("message", "provider_specific_fields", "token_ids"),
-        ("response_token_ids",),
-    ],
-)
-@pytest.mark.parametrize("null", [True, False])
-def test_response_ids_are_found_where_proxies_put_them(place: tuple[str, ...], null: bool) -> None:
-    value = answer()
-    choice = without(value["choices"][0], "token_ids") | ({"token_ids": None} if null else {})
-    value["choices"] = [merged(choice, placed(*place, value=[9, 10]))]
-    capture, _ = read(value)
-    assert capture.choices[0].ids == [9, 10]
 
 
 def test_a_text_about_token_ids_is_no_token_ids() -> None:
@@ -145,8 +99,32 @@ def test_an_answer_with_nothing_to_hide_is_passed_as_it_is() -> None:
         (answer(error={"message": "out of memory"}), "upstream_error"),
     ],
 )
-def test_every_defect(value: Any, expected: str | None) -> None:
+def test_b1_b21_b23_every_defect(value: Any, expected: str | None) -> None:
     assert defect_of(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "asked", "expected"),
+    [
+        ([7, 2], "stop", {}, None),
+        ([7, 8], "stop", {}, "bad_ending"),
+        ([7, 2], "tool_calls", {}, None),
+        ([7, 8], "tool_calls", {}, "bad_ending"),
+        ([7, 8], "length", {}, None),
+        ([7, 2], "length", {}, "bad_ending"),
+        ([7, 8], "stop", {"stop": ["\n"]}, None),
+        ([7, 8], "stop", {"stop_token_ids": [8]}, None),
+        ([2, 2], "length", {"ignore_eos": True}, None),
+        ([7, 8], "stop", {"stop": []}, "bad_ending"),
+    ],
+)
+def test_the_last_id_ends_a_turn_exactly_when_the_sample_was_stopped(
+    ids: list[int], finish: str, asked: dict[str, Any], expected: str | None
+) -> None:
+    capture, _ = read(answer(choice_token_ids=ids, choice_finish_reason=finish))
+    found = tokens(capture)
+    assert defect(capture, capture.choices[0], found[0], 2, Ends.of(asked, frozenset({2}))) == expected
+    assert defect(capture, capture.choices[0], found[0], 2, Ends.of(asked, frozenset())) is None
 
 
 def test_nan_is_a_defect_and_not_a_crash() -> None:

@@ -71,7 +71,7 @@ def test_each_choice_is_a_record(tmp_path: Path) -> None:
     assert [c.id for c in calls] == [first, f"{first}-1", f"{first}-2"]
 
 
-def test_tool_calls_and_their_results_pass_byte_for_byte(tmp_path: Path) -> None:
+def test_b33_b39_parallel_tool_calls_and_their_results_pass_byte_for_byte(tmp_path: Path) -> None:
     arguments = '{"q": "<&\\"\'>ü😀", "n": 1.50}'
     reply = {"content": None, "tool_calls": [{"name": "search", "arguments": arguments}] * 2}
     with World(tmp_path, lambda _: reply) as world:
@@ -87,6 +87,30 @@ def test_tool_calls_and_their_results_pass_byte_for_byte(tmp_path: Path) -> None
     assert world.engine.requests[0].body["tools"] == TOOLS and first.request["tools"] == TOOLS
     assert first.finish_reason == "tool_calls" and first.response["tool_calls"][1]["function"]["arguments"] == arguments
     assert second.prompt_ids.tolist() == tokenizer.render(history) and not second.defect
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_reaches_the_client_and_its_tokens_the_record(tmp_path: Path, stream: bool) -> None:
+    with World(tmp_path, lambda _: {"reasoning_content": "let me see", "content": "2"}) as world:
+        attempt = world.attempt()
+        response = world.post(attempt, stream=stream)
+        (call,) = world.calls(attempt)
+    assert call.response == {"role": "assistant", "content": "2", "reasoning_content": "let me see"}
+    assert tokenizer.decode(call.response_ids) == "<think>let me see</think>2" and call.defect is None
+    if not stream:
+        assert response.json()["choices"][0]["message"]["reasoning_content"] == "let me see"
+
+
+def test_b31_special_tokens_within_an_answer_are_ids_like_all_others(tmp_path: Path) -> None:
+    """The text does not show them; whatever cuts by the length of a text would cut wrongly here."""
+    with World(tmp_path, "ab") as world:
+        attempt = world.attempt()
+        world.engine.before_ids = lambda ids: [ids[0], tokenizer.START, *ids[1:]]
+        answer = world.post(attempt).json()
+        (call,) = world.calls(attempt)
+    assert answer["choices"][0]["message"]["content"] == "ab"
+    assert call.response_ids.tolist() == [tokenizer.encode("a")[0], tokenizer.START, tokenizer.encode("b")[0], 2]
+    assert len(call.logprobs) == 4 and call.defect is None
 
 
 def test_a_cut_by_length_is_a_good_sample(tmp_path: Path) -> None:
@@ -107,7 +131,7 @@ def test_stop_and_seed_reach_the_engine(tmp_path: Path) -> None:
     assert call.sampling["seed"] == world.engine.requests[0].body["seed"]
 
 
-def test_a_character_split_over_tokens_stays_whole(tmp_path: Path) -> None:
+def test_b35_a_character_split_over_tokens_stays_whole(tmp_path: Path) -> None:
     with World(tmp_path, "a😀b") as world:
         attempt = world.attempt()
         assert world.post(attempt, max_tokens=3).json()["choices"][0]["message"]["content"] == "a�"
@@ -117,7 +141,7 @@ def test_a_character_split_over_tokens_stays_whole(tmp_path: Path) -> None:
     assert whole.response["content"] == "a😀b"
 
 
-def test_a_lone_surrogate_passes_in_both_directions(tmp_path: Path) -> None:
+def test_b35_a_lone_surrogate_passes_in_both_directions(tmp_path: Path) -> None:
     """Half an emoji, cut by somebody's tool: no UTF-8 text can hold it, JSON escapes can."""
     with World(tmp_path, lambda _: "cut \ud83d here") as world:
         attempt = world.attempt()
@@ -156,7 +180,7 @@ def test_models_are_the_rollouts_endpoints(tmp_path: Path) -> None:
 def test_a_dialect_that_is_not_spoken_gets_the_cure(tmp_path: Path) -> None:
     with World(tmp_path) as world:
         client = world.client(world.attempt())
-        with pytest.raises(openai.NotFoundError, match="chat completions and Responses"):
+        with pytest.raises(openai.NotFoundError, match="chat completions, Responses and"):
             client.embeddings.create(model="policy", input="hello")
         response = world.http.post(f"{world.gateway.url}/v1/rerank", json={})
         assert response.headers["content-type"] == "application/problem+json"

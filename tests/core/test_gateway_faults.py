@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from agentlightning.schema import Route
+from tests.fakes import tokenizer
 from tests.fakes.engine import Fault
 from tests.fakes.world import HELLO, World
 
@@ -41,7 +43,9 @@ def eventually(true: Callable[[], bool]) -> None:
         ("no_usage", None),
     ],
 )
-def test_a_doubtful_answer_is_served_and_marked(tmp_path: Path, kind: str, defect: str | None, stream: bool) -> None:
+def test_b1_b23_b36_a_doubtful_answer_is_served_and_marked(
+    tmp_path: Path, kind: str, defect: str | None, stream: bool
+) -> None:
     with World(tmp_path, lambda _: Fault(kind)) as world:
         attempt = world.attempt()
         response = world.post(attempt, stream=stream)
@@ -51,13 +55,39 @@ def test_a_doubtful_answer_is_served_and_marked(tmp_path: Path, kind: str, defec
     assert call.defect == defect
 
 
-def test_a_streamed_tool_call_that_loses_ids_is_marked(tmp_path: Path) -> None:
+def test_b21_a_streamed_tool_call_that_loses_ids_is_marked(tmp_path: Path) -> None:
     reply: Any = {"content": "go", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}
     with World(tmp_path, lambda _: Fault("short_ids", reply)) as world:
         attempt = world.attempt()
         assert world.post(attempt, stream=True).status_code == 200
         (call,) = world.calls(attempt)
     assert call.defect == "length_mismatch" and call.response["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+
+def test_an_end_that_the_engine_only_claims_is_marked(tmp_path: Path) -> None:
+    """Of an endpoint that tells the ids that end a turn."""
+    with World(tmp_path) as world:
+        endpoint = msgspec.structs.replace(world.engine.endpoint(), stop_ids=(tokenizer.END,))
+        world.publish("policy", 4, endpoint)
+        good, bad = (world.attempt(resources={"policy": 4}) for _ in range(2))
+        world.post(good)
+        world.post(good, max_tokens=2)
+        world.engine.before_ids = lambda ids: ids[:-1]
+        world.post(bad)
+        assert [call.defect for call in world.calls(good)] == [None, None]
+        assert [call.defect for call in world.calls(bad)] == ["bad_ending"]
+
+
+def test_an_endpoint_is_asked_in_its_own_way(tmp_path: Path) -> None:
+    with World(tmp_path) as world:
+        endpoint = msgspec.structs.replace(world.engine.endpoint(), ask={"return_prompt_token_ids": True})
+        world.publish("policy", 4, endpoint)
+        attempt = world.attempt(resources={"policy": 4})
+        world.post(attempt)
+        (call,) = world.calls(attempt)
+    body = world.engine.requests[0].body
+    assert (body["return_prompt_token_ids"], body["return_token_ids"], body["logprobs"]) == (True, True, True)
+    assert "return_prompt_token_ids" not in call.sampling
 
 
 def test_one_bad_choice_of_usage_marks_all(tmp_path: Path) -> None:
@@ -76,7 +106,7 @@ def test_an_answer_that_is_no_json_is_passed_and_marked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 502])
-def test_other_statuses_are_passed_at_once(tmp_path: Path, status: int) -> None:
+def test_b92_other_statuses_are_passed_at_once(tmp_path: Path, status: int) -> None:
     with World(tmp_path, lambda _: Fault("status", status=status)) as world:
         attempt = world.attempt()
         response = world.post(attempt)
@@ -90,7 +120,7 @@ def test_other_statuses_are_passed_at_once(tmp_path: Path, status: int) -> None:
 @pytest.mark.parametrize(
     "fault", [Fault("status", status=429), Fault("status", status=503), Fault("cut")], ids=["429", "503", "cut"]
 )
-def test_what_may_pass_is_tried_again_and_the_tries_are_kept(tmp_path: Path, fault: Fault, stream: bool) -> None:
+def test_b92_what_may_pass_is_tried_again_and_the_tries_are_kept(tmp_path: Path, fault: Fault, stream: bool) -> None:
     waits: list[float] = []
 
     async def wait(seconds: float) -> None:
@@ -158,7 +188,7 @@ def test_a_stream_that_breaks_raises_in_the_sdk_and_is_marked(tmp_path: Path, ki
     assert len(call.response_ids) == 8, "what was sampled until then is kept"
 
 
-def test_a_client_that_leaves_a_stream_ends_the_engines_work(tmp_path: Path) -> None:
+def test_b91_a_client_that_leaves_a_stream_ends_the_engines_work(tmp_path: Path) -> None:
     with World(tmp_path, lambda _: Fault("slow", "x" * 40_000, delay=0.001)) as world:
         attempt = world.attempt()
         stream = world.client(attempt).chat.completions.create(model="policy", messages=HELLO, stream=True)
@@ -193,7 +223,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, result
 
 
-def test_cancelling_an_attempt_aborts_its_calls_and_no_others(tmp_path: Path) -> None:
+def test_b91_cancelling_an_attempt_aborts_its_calls_and_no_others(tmp_path: Path) -> None:
     with World(tmp_path, lambda r: Fault("hang") if r["messages"][0]["content"] == "hang" else "fine") as world:
         attempt, other = world.attempt(), world.attempt()
         hang = [{"role": "user", "content": "hang"}]

@@ -48,7 +48,7 @@ def test_an_agent_without_a_route_gets_the_cure(tmp_path: Path) -> None:
     assert response.status_code == 404 and "add a route with the selector '*'" in response.json()["detail"]
 
 
-def test_the_model_of_the_request_chooses_the_resource(tmp_path: Path) -> None:
+def test_b9_the_model_of_the_request_chooses_the_resource(tmp_path: Path) -> None:
     """A judge beside the policy: served, kept in the trace, never a policy sample."""
     with World(tmp_path, "policy says") as world, FakeEngine("judge says") as judge:
         world.publish("judge", 7, judge.endpoint([Route("*", "big", False)]), kind="llm")

@@ -50,7 +50,10 @@ def test_the_first_chunk_arrives_before_the_last_is_made(tmp_path: Path) -> None
     assert tokenizer.decode(call.response_ids) == "twelve chars" and call.defect is None
 
 
-@pytest.mark.parametrize("reply", ["plain text", "😀 split 😀", TOOL_REPLY, ""])
+THINKING: Any = {"reasoning_content": "hm 😀", **TOOL_REPLY}
+
+
+@pytest.mark.parametrize("reply", ["plain text", "😀 split 😀", TOOL_REPLY, THINKING, ""])
 def test_a_stream_leaves_the_same_record_as_a_whole_answer(tmp_path: Path, reply: Any) -> None:
     with World(tmp_path, lambda _: reply) as world:
         attempt = world.attempt(sampling={"seed": 1})
@@ -91,7 +94,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [{k: v for k, v in chunk.items() if k != "id"} for chunk in parsed]
 
 
-def test_choices_that_arrive_interleaved_are_kept_apart(tmp_path: Path) -> None:
+def test_b62_choices_that_arrive_interleaved_are_kept_apart(tmp_path: Path) -> None:
     texts = iter(["first choice", "second", "third one"])
     with World(tmp_path, lambda _: next(texts)) as world:
         attempt = world.attempt()
@@ -174,7 +177,7 @@ def test_cuts_may_be_anywhere(cuts: list[int], crlf: bool) -> None:
     assert pieces.capture.choices[0].message["content"] == "thinking 😀"
 
 
-def test_a_character_cut_by_the_network_stays_whole(tmp_path: Path) -> None:
+def test_b35_a_character_cut_by_the_network_stays_whole(tmp_path: Path) -> None:
     async def bytewise(exchange: Exchange) -> None:
         exchange.start_stream()
         for i in range(0, len(STREAM), 7):

@@ -88,6 +88,8 @@ class FakeEngine:
         self.version, self.models, self.stamp, self.chunk_tokens = version, tuple(models), stamp, chunk_tokens
         self.before_chunk: Callable[[int], Awaitable[None]] | None = None
         """Awaited before each chunk of a stream, with its number."""
+        self.before_ids: Callable[[list[int]], list[int]] | None = None
+        """Changes the ids that are told for an answer, and not its text."""
         self.requests: list[Seen] = []
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -135,7 +137,7 @@ class FakeEngine:
         if exchange.path == "/v1/models":
             data = [{"id": name, "object": "model", "owned_by": "fake"} for name in self.models or ("base",)]
             return exchange.send(200, _json({"object": "list", "data": data}))
-        if exchange.path != "/v1/chat/completions":
+        if exchange.path not in ("/v1/chat/completions", "/v1/completions"):
             return exchange.send(404, _error(f"no {exchange.path} here", 404))
         seen = Seen(json.loads(exchange.body), exchange.headers, exchange.path)
         with self._lock:
@@ -157,6 +159,8 @@ class FakeEngine:
             if isinstance(reply, Fault):
                 fault, reply = reply, reply.reply
             choices.append(_Choice(index, reply, body, fault))
+            if self.before_ids is not None:
+                choices[-1].ids = self.before_ids(choices[-1].ids)
         version = self.version
         headers = {"x-agl-version": str(version)} if self.stamp in ("header", "both") and version is not None else {}
         if fault is not None and await _breaks(exchange, fault, streaming=bool(body.get("stream"))):
@@ -178,11 +182,13 @@ class FakeEngine:
 
     def _whole(self, body: Json, choices: list[_Choice], fault: Fault | None, version: int | None) -> bytes:
         kind = fault.kind if fault else ""
-        prompt = tokenizer.render(body["messages"])
+        prompt = _prompt(body)
         answer = self._head(body, "chat.completion", version) | {"choices": [c.whole() for c in choices]}
+        if "prompt" in body:
+            answer["choices"] = [_as_text(choice, prompt, body) for choice in answer["choices"]]
         if kind != "no_usage":
             answer["usage"] = _usage(prompt, choices, kind)
-        if body.get("return_token_ids") and kind not in ("no_ids", "no_prompt_ids"):
+        if body.get("return_token_ids") and kind not in ("no_ids", "no_prompt_ids") and "prompt" not in body:
             answer["prompt_token_ids"] = prompt
         return _json(answer)
 
@@ -196,7 +202,7 @@ class FakeEngine:
         version: int | None,
     ) -> None:
         kind = fault.kind if fault else ""
-        prompt = tokenizer.render(body["messages"])
+        prompt = _prompt(body)
         head = self._head(body, "chat.completion.chunk", version)
         exchange.start_stream(headers)
         parts = [c.parts(self.chunk_tokens) for c in choices]
@@ -211,7 +217,9 @@ class FakeEngine:
             if self.before_chunk is not None:
                 await self.before_chunk(sent)
             chunk = {**head, "choices": [choice]}
-            if sent == 0 and body.get("return_token_ids") and kind not in ("no_ids", "no_prompt_ids"):
+            if "prompt" in body:
+                chunk["choices"] = [_as_text(choice, prompt if sent == 0 else None, body)]
+            elif sent == 0 and body.get("return_token_ids") and kind not in ("no_ids", "no_prompt_ids"):
                 chunk["prompt_token_ids"] = prompt
             exchange.chunk(b"data: " + _json(chunk) + b"\n\n")
             await asyncio.sleep(0)
@@ -219,6 +227,27 @@ class FakeEngine:
             exchange.chunk(b"data: " + _json({**head, "choices": [], "usage": _usage(prompt, choices, kind)}) + b"\n\n")
         exchange.chunk(b"data: [DONE]\n\n")
         exchange.end_stream()
+
+
+def _prompt(body: Json) -> list[int]:
+    """The prompt's ids: of messages by the template, of a text as it is."""
+    if "messages" in body:
+        return tokenizer.render(body["messages"])
+    prompt = body["prompt"]
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _as_text(choice: Json, prompt: list[int] | None, body: Json) -> Json:
+    """A choice, or a part of one, in the shape of text completions; vLLM puts the prompt's ids into the choice."""
+    said = choice.pop("message", None) or choice.pop("delta", None) or {}
+    content = (choice.get("logprobs") or {}).get("content")
+    if content is not None:
+        choice["logprobs"] = {
+            "tokens": [entry["token"] for entry in content],
+            "token_logprobs": [entry["logprob"] for entry in content],
+        }
+    ids = {"prompt_token_ids": prompt} if prompt is not None and body.get("return_token_ids") else {}
+    return choice | {"text": said.get("content") or ""} | ids
 
 
 class _Choice:

@@ -25,6 +25,7 @@ from agentlightning.schema import new_id
 
 logger = logging.getLogger("agentlightning.gateway")
 
+CHAT, TEXT = "chat/completions", "completions"
 TWICE = ("/attempts/{attempt}/agents/{agent:path}/v1/v1", "/attempts/{attempt}/v1/v1", "/v1/v1")
 """Anthropic's clients add `/v1` to a base URL that has one already."""
 PREFIXES = ("/attempts/{attempt}/agents/{agent:path}/v1", "/attempts/{attempt}/v1", "/v1")
@@ -43,8 +44,12 @@ class Door:
         self._strays: OrderedDict[str, None] = OrderedDict()
         self.app = Starlette(
             routes=[
-                *(Route(f"{prefix}/chat/completions", _Calls(self)) for prefix in PREFIXES),
-                *(Route(f"{prefix}/{d.PATH}", _Calls(self, d)) for prefix in (*TWICE, *PREFIXES) for d in DIALECTS),
+                *(Route(f"{prefix}/{path}", _Calls(self, path)) for prefix in PREFIXES for path in (CHAT, TEXT)),
+                *(
+                    Route(f"{prefix}/{d.PATH}", _Calls(self, CHAT, d))
+                    for prefix in (*TWICE, *PREFIXES)
+                    for d in DIALECTS
+                ),
                 *(Route(f"{prefix}/models", self._models) for prefix in PREFIXES),
                 *(Route(f"{prefix}/models/{{model:path}}", self._models) for prefix in PREFIXES),
             ],
@@ -71,9 +76,9 @@ class Door:
             for call in list(self._flying[attempt_id]):
                 call.stop("cancelled")
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect | None) -> None:
-        """One model call, from the request to the end of the answer."""
-        call = await self._understand(scope, await _body(receive), dialect)
+    async def serve(self, scope: Scope, receive: Receive, send: Send, path: str, dialect: Dialect | None) -> None:
+        """One model call, from the request to the end of the answer. `path`: what the engine is asked for."""
+        call = await self._understand(scope, await _body(receive), path, dialect)
         flying = self._flying[call.attempt_id]
         flying.add(call)
         watcher = asyncio.create_task(_watch(call, receive))
@@ -88,14 +93,14 @@ class Door:
             if found and call.place and call.ticket:
                 self._seeds.give_back(call.place, call.ticket)
 
-    async def _understand(self, scope: Scope, body: bytes, dialect: Dialect | None) -> Call:
+    async def _understand(self, scope: Scope, body: bytes, path: str, dialect: Dialect | None) -> Call:
         request, call_id = _parsed(body), new_id()
         caller = identify(scope["path_params"], scope["headers"])
         speech = None
         if dialect is not None:
             speech = Speech(dialect, request, self._memory.of(caller.attempt_id), call_id)
             request = speech.chat
-        _refuse_no_messages(request)
+        question = _question(request, path)
         place = await self._directory.place(caller.attempt_id)
         self._refuse_if_over(caller, place)
         target = await self._directory.target(place, str(request.get("model", "")), caller.path)
@@ -108,14 +113,14 @@ class Door:
         except ConfigError as error:
             raise Problem(422, "bad_sampling", str(error)) from error
         seeded = place is not None and target.policy is not None
-        ticket = self._seeds.take(place, caller.path, request["messages"]) if place and seeded else None
+        ticket = self._seeds.take(place, caller.path, question) if place and seeded else None
         seed = seed_of(place, ticket) if place and ticket else None
         ids = target.policy is not None or self.proxy.knows_ids(target.base_url)
         asked = shape(request, target, changes, seed, ids)
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         keep = Keep.of(request) if speech is None else Keep(bool(request.get("logprobs")), False, True)
-        return Call(call_id, caller, place, target, request, asked, keep, ticket, task, speech)
+        return Call(call_id, caller, place, target, request, asked, keep, ticket, task, path=path, speech=speech)
 
     def _refuse_if_over(self, caller: Caller, place: Place | None) -> None:
         if caller.attempt_id in self._refused or (place is not None and place.over):
@@ -159,14 +164,14 @@ class Door:
 class _Calls:
     """A class, so that Starlette hands over the raw connection: its own requests and responses cost 0.1 ms."""
 
-    def __init__(self, door: Door, dialect: Dialect | None = None) -> None:
-        self._door, self._dialect = door, dialect
+    def __init__(self, door: Door, path: str, dialect: Dialect | None = None) -> None:
+        self._door, self._path, self._dialect = door, path, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["method"] != "POST":
                 raise Problem(405, "wrong_method", "model calls are made with POST.")
-            await self._door.serve(scope, receive, send, self._dialect)
+            await self._door.serve(scope, receive, send, self._path, self._dialect)
         except Problem as problem:
             await self._refuse(problem, send)
         except Exception as error:  # a store may fail in its own ways; the client must hear of it
@@ -198,9 +203,18 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return request
 
 
-def _refuse_no_messages(request: dict[str, Any]) -> None:
-    if not isinstance(request.get("messages"), list):
-        raise Problem(400, "bad_request", "the body must be an object with a list `messages`: send a chat request.")
+def _question(request: dict[str, Any], path: str) -> Any:
+    """What the model is to go on from."""
+    if path == CHAT:
+        if not isinstance(request.get("messages"), list):
+            raise Problem(400, "bad_request", "the body must be an object with a list `messages`: send a chat request.")
+        return request["messages"]
+    prompt = request.get("prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):
+        return prompt
+    raise Problem(
+        400, "bad_request", "`prompt` must be one text or one list of token ids: make a call for each prompt."
+    )
 
 
 async def _watch(call: Call, receive: Receive) -> None:
@@ -217,8 +231,8 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 async def _not_spoken(request: Request, error: Exception) -> Response:
     detail = (
-        f"the gateway does not serve {request.url.path}: it speaks OpenAI chat completions and Responses, Anthropic Messages, "
-        "and models. Point the client's base URL at `policy.base_url` (it ends in /v1) and use one of these."
+        f"the gateway does not serve {request.url.path}: it speaks OpenAI chat completions, Responses and completions, "
+        "Anthropic Messages, and models. Point the client's base URL at `policy.base_url` (it ends in /v1) and use one of these."
     )
     return await _problem(request, Problem(404, "unknown_dialect", detail))
 

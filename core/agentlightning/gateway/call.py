@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.gateway.capture import Capture, Tokens, tokens
-from agentlightning.gateway.checks import defect
+from agentlightning.gateway.checks import Ends, defect
 from agentlightning.gateway.dialects import Speech
 from agentlightning.gateway.directory import Place, Target
 from agentlightning.gateway.identity import Caller
@@ -35,6 +35,8 @@ class Call(msgspec.Struct, eq=False):
     ticket: tuple[bytes, int] | None
     """Of the seed; given back when the call fails."""
     task: asyncio.Task[None]
+    path: str = "chat/completions"
+    """Where the engine serves it, below its base URL."""
     speech: Speech | None = None
     """The dialect that the client speaks; None: chat completions."""
     start_ns: int = msgspec.field(default_factory=now_ns)
@@ -69,10 +71,10 @@ class Call(msgspec.Struct, eq=False):
             capture.choice(0)
         arrays = tokens(capture)
         sampled = sum(len(each.response_ids) for each in arrays.values())
-        records = []
+        records, ends = [], Ends.of(self.asked, self.target.stop_ids)
         for index, each in arrays.items():
             choice = capture.choices[index]
-            found = reason or self._forgiven(defect(capture, choice, each, sampled))
+            found = reason or self._forgiven(defect(capture, choice, each, sampled, ends))
             records.append(self._completion(capture, index, each, stamp, found))
         return records
 
@@ -102,7 +104,7 @@ class Call(msgspec.Struct, eq=False):
             finish_reason=choice.finish_reason or "",
             request=self.request,
             response=response,
-            sampling=sampling_of(self.asked),
+            sampling=sampling_of(self.asked, self.target),
             choice=index,
             defect=reason,
             start_ns=self.start_ns,

@@ -5,36 +5,21 @@ Values are decoded only where they are needed; all else passes through as the by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from agentlightning.gateway import places
 from agentlightning.gateway.sampling import Keep
 from agentlightning.gateway.wire import dumps, loads
 from agentlightning.schema import Floats, Ids, Json
 
 Raw = msgspec.Raw
 
-PROMPT_IDS = (
-    ("prompt_token_ids",),
-    ("provider_specific_fields", "prompt_token_ids"),
-    ("choices", 0, "prompt_token_ids"),
-    ("choices", 0, "provider_specific_fields", "prompt_token_ids"),
-    ("choices", 0, "message", "provider_specific_fields", "prompt_token_ids"),
-    ("choices", 0, "delta", "provider_specific_fields", "prompt_token_ids"),
-)
-"""Where engines and proxies before them put the ids of the prompt; the first that is there counts."""
-
-RESPONSE_IDS = (
-    ("token_ids",),
-    ("provider_specific_fields", "token_ids"),
-    ("message", "provider_specific_fields", "token_ids"),
-    ("delta", "provider_specific_fields", "token_ids"),
-    ("response_token_ids",),
-)
-"""The same for the sampled ids, within a choice."""
+NULL = Raw(b"null")
+HIDDEN = frozenset({"token_ids", "prompt_token_ids", "response_token_ids", "meta_info"})
+"""Keys of a choice that a client sees only when it asked for ids."""
 
 _FINGERPRINT = "agl-"
 """Engines of ours stamp the policy version into `system_fingerprint`: `agl-7`."""
@@ -46,6 +31,8 @@ class _Token(msgspec.Struct):
 
 class _Logprobs(msgspec.Struct):
     content: list[_Token] | None = None
+    token_logprobs: list[float | None] | None = None
+    """Of text completions."""
 
 
 class Choice(msgspec.Struct):
@@ -91,12 +78,12 @@ def take(capture: Capture, body: bytes, keep: Keep) -> bytes | None:
         choices = msgspec.json.decode(top["choices"], type=list[dict[str, Raw]] | None) if "choices" in top else None
     except msgspec.DecodeError:
         return _take_loose(capture, body, keep)
-    known = ("prompt_token_ids" in top) + sum("token_ids" in raw for raw in choices or ())
+    elsewhere = any("token_ids" not in raw or raw["token_ids"] == NULL for raw in choices or ())
     _take_top(capture, top)
     changed = not keep.ids and top.pop("prompt_token_ids", None) is not None
     for place, raw in enumerate(choices or ()):
         changed |= _take_choice(capture, raw, place, keep)
-    if body.count(b"token_ids") > known:
+    if (elsewhere or capture.prompt_ids is None) and any(mark in body for mark in places.MARKS):
         _search(capture, body)
     if not keep.usage and top.pop("usage", None) is not None:
         changed = True
@@ -155,7 +142,13 @@ def _take_choice(capture: Capture, raw: dict[str, Raw], place: int, keep: Keep) 
         _extend_logprobs(choice, _read(capture, raw["logprobs"], _Logprobs | None))
     if "finish_reason" in raw:
         choice.finish_reason = _read(capture, raw["finish_reason"], str | None) or choice.finish_reason
-    changed = not keep.ids and raw.pop("token_ids", None) is not None
+    if "text" in raw:
+        _take_delta(capture, choice.message, {"content": _read(capture, raw["text"], str | None)})
+    changed = False
+    if not keep.ids:
+        for key in HIDDEN.intersection(raw):
+            del raw[key]
+            changed = True
     if not keep.logprobs and "logprobs" in raw and bytes(raw["logprobs"]) != b"null":
         raw["logprobs"] = Raw(b"null")
         changed = True
@@ -184,36 +177,27 @@ def _extend_ids(choice: Choice, more: list[int] | None) -> None:
 
 
 def _extend_logprobs(choice: Choice, more: _Logprobs | None) -> None:
-    if more is not None and more.content is not None:
-        values = [token.logprob for token in more.content]
+    if more is None:
+        return
+    values = [token.logprob for token in more.content] if more.content is not None else more.token_logprobs
+    if values is not None:
         choice.logprobs = values if choice.logprobs is None else choice.logprobs + values
 
 
 def _search(capture: Capture, body: bytes) -> None:
-    """Looks for ids in the places where only some proxies put them."""
+    """Looks for ids in the places where only some servers put them."""
     value = loads(body)
-    if capture.prompt_ids is None:
-        capture.prompt_ids = _first_ids(value, PROMPT_IDS)
+    if capture.prompt_ids is None and (found := places.find(value, places.PROMPT)):
+        capture.prompt_ids = found[0]
     for place, entry in enumerate(value.get("choices") or ()):
+        found = places.find(entry, places.RESPONSE) if entry.get("token_ids") is None else None
+        if found is None:
+            continue
+        ids, logprobs = found
         choice = capture.choice(entry.get("index") or place)
-        if entry.get("token_ids") is None:
-            _extend_ids(choice, _first_ids(entry, RESPONSE_IDS))
-
-
-def _first_ids(value: Any, places: Iterable[tuple[str | int, ...]]) -> list[int] | None:
-    for place in places:
-        found = value
-        for key in place:
-            found = _step(found, key)
-        if isinstance(found, list) and all(type(item) is int for item in found):
-            return found
-    return None
-
-
-def _step(value: Any, key: str | int) -> Any:
-    if isinstance(key, str):
-        return value.get(key) if isinstance(value, dict) else None
-    return value[key] if isinstance(value, list) and len(value) > key else None
+        _extend_ids(choice, ids)
+        if logprobs is not None and not (entry.get("logprobs") or {}).get("content"):
+            choice.logprobs = [*(choice.logprobs or ()), *logprobs]
 
 
 def merge(message: dict[str, Json], delta: dict[str, Json]) -> None:

@@ -5,6 +5,8 @@ A choice with a defect is served like any other; the defect is the reason that t
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from agentlightning.gateway.capture import Capture, Choice, Tokens
 
 GOOD_ENDINGS = frozenset({"stop", "length", "tool_calls", "function_call"})
@@ -18,7 +20,24 @@ ROUNDING = 1e-3
 """How far above 0 an engine's arithmetic may put a log-probability."""
 
 
-def defect(capture: Capture, choice: Choice, tokens: Tokens, sampled: int) -> str | None:
+class Ends(NamedTuple):
+    """How a sample may end, by the endpoint and the request."""
+
+    ids: frozenset[int] = frozenset()
+    """Those that end a turn; empty: not known."""
+    otherwise: bool = False
+    """Whether the request names stops of its own, or has the engine ignore the end of a turn."""
+
+    @classmethod
+    def of(cls, asked: dict[str, Any], stop_ids: frozenset[int]) -> Ends:
+        return cls(stop_ids, any(asked.get(key) for key in ("stop", "stop_token_ids", "ignore_eos")))
+
+
+ANY = Ends()
+"""Of an endpoint that does not tell its ids."""
+
+
+def defect(capture: Capture, choice: Choice, tokens: Tokens, sampled: int, ends: Ends = ANY) -> str | None:
     """The first thing that makes this choice untrainable, or None. `sampled`: ids of all choices of the call."""
     if capture.error is not None:
         return "upstream_error"
@@ -28,7 +47,7 @@ def defect(capture: Capture, choice: Choice, tokens: Tokens, sampled: int) -> st
         return "no_token_ids"
     if not choice.ids:
         return "empty"
-    return _numbers(choice, tokens) or _lengths(capture, tokens, sampled) or _ending(capture, choice)
+    return _numbers(choice, tokens) or _lengths(capture, tokens, sampled) or _ending(capture, choice, ends)
 
 
 def explain(capture: Capture, choice: Choice) -> str:
@@ -36,7 +55,8 @@ def explain(capture: Capture, choice: Choice) -> str:
     return (
         f"{len(capture.prompt_ids or ())} prompt ids (usage says {capture.prompt_tokens}), "
         f"{len(choice.ids or ())} response ids (usage of all choices says {capture.completion_tokens}), "
-        f"{len(choice.logprobs or ())} log-probabilities, finish reason {choice.finish_reason!r}"
+        f"{len(choice.logprobs or ())} log-probabilities, finish reason {choice.finish_reason!r}, "
+        f"last id {choice.ids[-1] if choice.ids else None}"
         + (f", unreadable: {capture.malformed}" if capture.malformed else "")
         + (f", error: {capture.error}" if capture.error is not None else "")
     )
@@ -60,9 +80,13 @@ def _lengths(capture: Capture, tokens: Tokens, sampled: int) -> str | None:
     return None if agree else "length_mismatch"
 
 
-def _ending(capture: Capture, choice: Choice) -> str | None:
+def _ending(capture: Capture, choice: Choice, ends: Ends) -> str | None:
     if choice.finish_reason is None:
         return "no_finish_reason"
     if choice.finish_reason not in GOOD_ENDINGS:
         return f"finish_{choice.finish_reason}"
+    if ends.ids and not ends.otherwise and choice.ids:
+        stopped = choice.finish_reason != "length"
+        if stopped != (choice.ids[-1] in ends.ids):
+            return "bad_ending"
     return "mixed_versions" if len(capture.versions) > 1 else None

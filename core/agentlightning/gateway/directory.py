@@ -55,6 +55,9 @@ class Target(msgspec.Struct, frozen=True):
     """The policy resource; None for other endpoints."""
     version: int | None
     trained: bool
+    stop_ids: frozenset[int] = frozenset()
+    ask: dict[str, Any] = {}
+    """Further fields that make the server send tokens."""
 
 
 class Cache(Generic[K, V]):
@@ -113,7 +116,16 @@ class Directory:
             )
         policy = resource.name if resource.kind == POLICY else None
         version = resource.version if policy else None
-        return Target(endpoint.base_url, endpoint.api_key, chosen.model, policy, version, chosen.trained)
+        return Target(
+            endpoint.base_url,
+            endpoint.api_key,
+            chosen.model,
+            policy,
+            version,
+            chosen.trained,
+            frozenset(endpoint.stop_ids),
+            endpoint.ask,
+        )
 
     async def models(self, place: Place | None) -> list[str]:
         """Names that a call from here may ask for."""

@@ -101,7 +101,7 @@ class Proxy:
             (b"accept-encoding", b"identity"),
             (b"x-request-id", call.id.encode()),
         ]
-        url = f"{call.target.base_url.rstrip('/')}/chat/completions"
+        url = f"{call.target.base_url.rstrip('/')}/{call.path}"
         return await self._upstream.post(url, headers, dumps(call.asked))
 
     def _without_ids(self, call: Call) -> bool:

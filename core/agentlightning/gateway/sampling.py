@@ -19,6 +19,7 @@ NOT_SAMPLING = frozenset(
     {
         "model",
         "messages",
+        "prompt",
         "tools",
         "tool_choice",
         "parallel_tool_calls",
@@ -35,7 +36,7 @@ NOT_SAMPLING = frozenset(
 )
 """Keys of a request that are not parameters of the distribution."""
 
-RESERVED = frozenset({"model", "messages", "stream", "stream_options", "logprobs", "return_token_ids"})
+RESERVED = frozenset({"model", "messages", "prompt", "stream", "stream_options", "logprobs", "return_token_ids"})
 """What a rollout's sampling may not override."""
 
 LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
@@ -129,13 +130,16 @@ def shape(request: Json, target: Target, changes: Json | None, seed: int | None,
         asked["seed"] = seed
     asked.update(changes or {})
     if ids:
-        asked["return_token_ids"] = asked["logprobs"] = True
+        asked.update(target.ask)
+        asked["return_token_ids"] = True
+        if not asked.get("logprobs"):
+            asked["logprobs"] = True if "messages" in asked else 1  # text completions want their number
         if asked.get("stream"):
             options = asked.get("stream_options")
             asked["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
     return asked
 
 
-def sampling_of(asked: Json) -> Json:
+def sampling_of(asked: Json, target: Target) -> Json:
     """The parameters of the distribution in an engine's request."""
-    return {key: value for key, value in asked.items() if key not in NOT_SAMPLING}
+    return {key: value for key, value in asked.items() if key not in NOT_SAMPLING and key not in target.ask}
