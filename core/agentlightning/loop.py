@@ -28,6 +28,7 @@ from agentlightning.errors import ConfigError, NothingToTrain, PluginError, Roll
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.schema import (
     FINAL_STATES,
+    Budget,
     Endpoint,
     Episode,
     Resource,
@@ -87,6 +88,7 @@ class Loop:
         seed: int = 0,
         timeout_s: float | None = None,
         max_attempts: int = 2,
+        budget: Budget | None = None,
         observers: pluggy.PluginManager | None = None,
         watcher: Watcher | None = None,
         strays: Callable[[], int] | None = None,
@@ -107,6 +109,7 @@ class Loop:
         self.total = 0
         self._number = len(self.history)
         self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._budget = budget
         self._observers = observers or plugins.manager()
         self._watcher = watcher
         self._strays = strays or (lambda: 0)
@@ -131,6 +134,8 @@ class Loop:
         """Starts a policy, at the last finished step's checkpoint if there is one, and publishes it as `policy`."""
         self.policy = policy
         self._endpoint = policy.start()
+        if self._budget is not None:
+            self._endpoint = msgspec.structs.replace(self._endpoint, budget=self._budget)
         checkpoint = self.history[-1].checkpoint if self.history else None
         if checkpoint is not None:
             policy.load(Path(checkpoint))

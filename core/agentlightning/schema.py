@@ -18,6 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+# "as" tells type checkers that these are part of this vocabulary.
+from agentlightning.endpoints import Budget as Budget  # noqa: PLC0414
+from agentlightning.endpoints import Endpoint as Endpoint  # noqa: PLC0414
+from agentlightning.endpoints import Route as Route  # noqa: PLC0414
 from agentlightning.errors import RewardError
 
 SCHEMA_VERSION = 1
@@ -96,34 +100,6 @@ class Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     """`policy`, `llm` (a fixed endpoint), `prompt`, or a plug-in's own."""
     value: dict[str, Json]
-
-
-class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which served model answers the calls of an agent. Routes are tried in order."""
-
-    selector: str
-    """Agent name, path or glob; `*` is the last resort."""
-    model: str
-    """The name to ask the engine for."""
-    trained: bool
-    """Whether this algorithm updates what answers: sampling overrides of training apply to such calls only."""
-
-
-class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a policy is served. Its fields become the value of the `policy` resource."""
-
-    base_url: str
-    """OpenAI-compatible, ends in `/v1`. Answers carry `prompt_token_ids` at the top, and `token_ids` and
-    `logprobs.content[].logprob` in each choice; in streams the same fields in their chunks."""
-    api_key: str
-    routes: tuple[Route, ...]
-    context: int
-    """Tokens that prompt and response may have together."""
-    stop_ids: tuple[int, ...] = ()
-    """Ids that end a turn, with which the last id of each sample is compared; empty: not known."""
-    ask: dict[str, Json] = {}
-    """What this server wants to be asked, besides `return_token_ids` and `logprobs`, before it sends all tokens: for
-    SGLang `{"return_prompt_token_ids": True}`."""
 
 
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):

@@ -25,7 +25,7 @@ from agentlightning.program import Program, program_of
 from agentlightning.recorder import Recorder
 from agentlightning.report import Display, write_results
 from agentlightning.runner import Runner
-from agentlightning.schema import Run, Step, new_id
+from agentlightning.schema import Budget, Run, Step, new_id
 from agentlightning.store import open_store
 from agentlightning.store.base import LEASE_S
 from agentlightning.tasks import digest, tasks_of
@@ -74,7 +74,8 @@ class Trainer:
 
     `store`: URL; everything is kept there, and an interrupted `fit` with the same settings goes on from its last finished
     step. `name`: of the run; `seed`: of tasks and sampling. `concurrency`: rollouts at a time. `timeout_s`: of one
-    rollout, all its attempts taken separately. `address`: `host:port` of the gateway, port 0 for a free one.
+    rollout, all its attempts taken separately. `budget`: of tokens, for calls of the policy. `address`: `host:port` of the
+    gateway, port 0 for a free one.
     `plugins`: objects with hooks of `agentlightning.hooks`.
     """
 
@@ -88,6 +89,7 @@ class Trainer:
         concurrency: int = 32,
         timeout_s: float | None = 600.0,
         max_attempts: int = 2,
+        budget: Budget | None = None,
         address: str = "127.0.0.1:0",
         folder: str | Path | None = None,
         plugins: Iterable[object] = (),
@@ -100,12 +102,13 @@ class Trainer:
             raise ConfigError(f"concurrency={concurrency}, max_attempts={max_attempts}: the least that works is 1.")
         self.algorithm, self.name, self.seed = algorithm, name, seed
         self.concurrency, self.timeout_s, self.max_attempts = concurrency, timeout_s, max_attempts
-        self.store = open_store(store)
-        self.folder = Path(folder) if folder else _folder_beside(store)
-        self._observers = _manager(plugins)
+        self.budget = budget
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"address={address!r}: write host:port, such as 127.0.0.1:0.")
+        self._observers = _manager(plugins)
+        self.store = open_store(store)
+        self.folder = Path(folder) if folder else _folder_beside(store)
         self._gateway = Gateway(self.store, host=host, port=int(port))
         self._started = False
 
@@ -231,6 +234,7 @@ class _Session:
             "seed": trainer.seed,
             "timeout_s": trainer.timeout_s,
             "max_attempts": trainer.max_attempts,
+            "budget": trainer.budget,
             "observers": trainer._observers,
             "watcher": self.display,
             "strays": lambda: trainer._gateway.stats.get("unattributed", 0),

@@ -281,6 +281,17 @@ def test_the_context_limit_in_openai_s_words(door: Door) -> None:
     assert door.script.jobs[-1].max_tokens == 200 - len(prompt), "without a limit, what the context leaves"
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_prompts_are_counted_as_vllm_does(door: Door, tools: Any) -> None:
+    messages = [{"role": "user", "content": "where?"}]
+    body = {"messages": messages} | ({"tools": tools} if tools else {})
+    told = door.post("/tokenize", body).json()
+    assert told == {"count": len(CHAT.render(messages, tools)), "max_model_len": 200}
+    assert door.post("/tokenize", {"prompt": "hello"}).json()["count"] == len(CHAT.encode("hello"))
+    assert [door.post("/tokenize", wrong).status_code for wrong in ("{", "[]", "{}")] == [400, 400, 400]
+    assert door.post("/tokenize", body, key="Bearer wrong").status_code == 401
+
+
 def test_other_refusals(door: Door) -> None:
     assert door.chat(model="gpt-4").status_code == 404
     assert "served: policy, base" in door.chat(model=None).json()["error"]["message"]

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.fakes import tokenizer
-from tests.fakes.engine import logprob
+from tests.fakes.answers import logprob
 from tests.fakes.world import HELLO, World
 
 TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from tests.fakes import tokenizer
-from tests.fakes.engine import Fault, logprob
+from tests.fakes.answers import logprob
+from tests.fakes.engine import Fault
 from tests.fakes.world import World
 
 

@@ -79,12 +79,8 @@ def parse(body: Any, chat: Chat, *, models: Sequence[str], context: int, is_chat
     model = body.get("model")
     if not isinstance(model, str) or model not in models:
         raise ApiError(f"no model {model!r} here; served: {', '.join(models)}.", status=404, code="model_not_found")
-    tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
-    if is_chat:
-        words = body.get("chat_template_kwargs") or {}
-        prompt = chat.render(body.get("messages"), body["tools"] if tools else None, words)
-    else:
-        prompt = _prompt(body.get("prompt"), chat)
+    tools = _has_tools(body)
+    prompt = _rendered(body, chat) if is_chat else _prompt(body.get("prompt"), chat)
     stop = body.get("stop") or []
     logprobs = body.get("logprobs")
     return Ask(
@@ -106,6 +102,22 @@ def parse(body: Any, chat: Chat, *, models: Sequence[str], context: int, is_chat
         tools=tools,
         chat=is_chat,
     )
+
+
+def prompt_tokens(body: Any, chat: Chat) -> int:
+    """How many tokens the prompt of a chat or text request has. Raises ApiError or ChatError."""
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object.")
+    return len(_rendered(body, chat) if "messages" in body else _prompt(body.get("prompt"), chat))
+
+
+def _has_tools(body: dict[str, Any]) -> bool:
+    return bool(body.get("tools")) and body.get("tool_choice") != "none"
+
+
+def _rendered(body: dict[str, Any], chat: Chat) -> list[int]:
+    words = body.get("chat_template_kwargs") or {}
+    return chat.render(body.get("messages"), body["tools"] if _has_tools(body) else None, words)
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:

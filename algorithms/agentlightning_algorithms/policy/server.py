@@ -21,7 +21,7 @@ from starlette.routing import Route
 from agentlightning.errors import AgentLightningError
 
 from .chat import Chat, ChatError, StopFinder
-from .openai_api import ApiError, Ask, ChoiceStream, head, parse, usage, whole
+from .openai_api import ApiError, Ask, ChoiceStream, head, parse, prompt_tokens, usage, whole
 from .torch_job import Job
 from .torch_sampling import Uniforms
 
@@ -55,6 +55,7 @@ class Server:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/control/{verb}", self._command, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={AgentLightningError: _refusal})
@@ -69,6 +70,12 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         return await self._complete(request, is_chat=True)
 
+    async def _tokenize(self, request: Request) -> Response:
+        """Tokens of a request's prompt, as vLLM counts them."""
+        self._authorise(request)
+        body = await _body(request)
+        return JSONResponse({"count": prompt_tokens(body, self.chat), "max_model_len": self.context})
+
     async def _completions(self, request: Request) -> Response:
         return await self._complete(request, is_chat=False)
 
@@ -78,11 +85,7 @@ class Server:
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
         self._authorise(request)
-        try:
-            # The standard library's parser: it lets lone surrogates through, which tools do produce.
-            body = json.loads(await request.body())
-        except ValueError as error:
-            raise ApiError(f"the body is not JSON: {error}") from error
+        body = await _body(request)
         ask = parse(body, self.chat, models=list(self.engine.served), context=self.context, is_chat=is_chat)
         news = asyncio.Event()
         jobs = self._submit(ask, news)
@@ -162,6 +165,14 @@ class Server:
         except AgentLightningError as error:
             return Response(str(error), status_code=409, media_type="text/plain")
         return Response(result, media_type="application/msgpack")
+
+
+async def _body(request: Request) -> Any:
+    """The standard library's parser: it lets lone surrogates through, which tools do produce."""
+    try:
+        return json.loads(await request.body())
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
 
 
 class _Json(Response):

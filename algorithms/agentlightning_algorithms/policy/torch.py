@@ -63,7 +63,14 @@ class TorchPolicy:
         root = f"http://{HOST}:{started.port}"
         # No time limit: an update takes as long as it takes. A dead child closes the connection.
         self._client = httpx.Client(base_url=f"{root}/control/", headers={"x-agl-key": control_key}, timeout=None)
-        return Endpoint(f"{root}/v1", api_key, started.routes, started.context)
+        return Endpoint(
+            f"{root}/v1",
+            api_key,
+            started.routes,
+            started.context,
+            stop_ids=started.stop_ids,
+            tokenize=f"{root}/tokenize",
+        )
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)

@@ -42,6 +42,7 @@ class Started(msgspec.Struct, frozen=True):
     port: int = 0
     context: int = 0
     routes: tuple[Route, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -104,7 +105,9 @@ class Worker:
         )
         self.engine.start()
         self.engine.call(self.weights.serve)
-        started = Started(listener.getsockname()[1], self.weights.network.context, self.weights.routes())
+        weights, port = self.weights, listener.getsockname()[1]
+        stop_ids = tuple(sorted(_eos(weights.network.model, weights.tokenizer)))
+        started = Started(port, weights.network.context, weights.routes(), stop_ids)
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(_tell, answers, started)
         self.loop.run_until_complete(uvicorn.Server(config).serve(sockets=[listener]))

@@ -120,7 +120,10 @@ class Door:
         task: asyncio.Task[Any] | None = asyncio.current_task()
         assert task is not None
         keep = Keep.of(request) if speech is None else Keep(bool(request.get("logprobs")), False, True)
-        return Call(call_id, caller, place, target, request, asked, keep, ticket, task, path=path, speech=speech)
+        size = len(body) if speech is None else len(dumps(request))
+        return Call(
+            call_id, caller, place, target, request, asked, keep, ticket, task, path=path, speech=speech, size=size
+        )
 
     def _refuse_if_over(self, caller: Caller, place: Place | None) -> None:
         if caller.attempt_id in self._refused or (place is not None and place.over):

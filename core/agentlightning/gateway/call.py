@@ -46,6 +46,10 @@ class Call(msgspec.Struct, eq=False):
     """The head of the answer is out."""
     answered: bool = False
     """All of it is: the client may go."""
+    size: int = 0
+    """Bytes of the request."""
+    promised: int = 0
+    """Tokens of its attempt's budget that it may use and has not yet used."""
     tries: list[str] = msgspec.field(default_factory=list)
     """What went wrong in each try before the last one."""
 
@@ -57,6 +61,15 @@ class Call(msgspec.Struct, eq=False):
     def n(self) -> int:
         n = self.asked.get("n")
         return n if isinstance(n, int) and n > 0 else 1
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of a request to the endpoint on behalf of this call."""
+        return [
+            (b"authorization", b"Bearer " + self.target.api_key.encode()),
+            (b"content-type", b"application/json"),
+            (b"accept-encoding", b"identity"),
+            (b"x-request-id", self.id.encode()),
+        ]
 
     def stop(self, reason: str) -> None:
         """Ends the call: its task aborts the engine's request and records `reason`."""
@@ -74,9 +87,13 @@ class Call(msgspec.Struct, eq=False):
         records, ends = [], Ends.of(self.asked, self.target.stop_ids)
         for index, each in arrays.items():
             choice = capture.choices[index]
-            found = reason or self._forgiven(defect(capture, choice, each, sampled, ends))
+            found = reason or self._beyond(each) or self._forgiven(defect(capture, choice, each, sampled, ends))
             records.append(self._completion(capture, index, each, stamp, found))
         return records
+
+    def _beyond(self, each: Tokens) -> str | None:
+        longest = self.target.budget.prompt
+        return "over_budget" if longest is not None and len(each.prompt_ids) > longest else None
 
     def _forgiven(self, found: str | None) -> str | None:
         # An endpoint that is no policy owes us no tokens; the ledger calls it `not_policy`.

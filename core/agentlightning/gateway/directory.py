@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning.errors import NotFound
 from agentlightning.gateway.problems import Problem
-from agentlightning.schema import FINAL_STATES, Attempt, Endpoint, Resource, Rollout, selector_of
+from agentlightning.schema import FINAL_STATES, Attempt, Budget, Endpoint, Resource, Rollout, selector_of
 from agentlightning.store.base import Store
 
 POLICY = "policy"
@@ -58,6 +58,11 @@ class Target(msgspec.Struct, frozen=True):
     stop_ids: frozenset[int] = frozenset()
     ask: dict[str, Any] = {}
     """Further fields that make the server send tokens."""
+    context: int = 1 << 30
+    budget: Budget = Budget()
+    tokenize: str = ""
+    replicas: tuple[str, ...] = ()
+    """All base URLs that serve the same; those beyond `base_url`."""
 
 
 class Cache(Generic[K, V]):
@@ -114,17 +119,22 @@ class Directory:
                 f"resource {resource.name!r} has no route for agent {path!r} (its selectors: {selectors}): "
                 "add a route with the selector '*'.",
             )
+        if chosen.base_url:
+            return Target(chosen.base_url, chosen.api_key, chosen.model, None, None, False)
         policy = resource.name if resource.kind == POLICY else None
-        version = resource.version if policy else None
         return Target(
             endpoint.base_url,
             endpoint.api_key,
             chosen.model,
             policy,
-            version,
+            resource.version if policy else None,
             chosen.trained,
             frozenset(endpoint.stop_ids),
             endpoint.ask,
+            endpoint.context,
+            endpoint.budget,
+            endpoint.tokenize,
+            endpoint.replicas,
         )
 
     async def models(self, place: Place | None) -> list[str]:

@@ -27,7 +27,8 @@ class Problem(Exception):
         """What is wrong and what cures it, for people."""
 
     def body(self) -> bytes:
-        error = {"message": self.detail, "type": "agentlightning", "code": self.code}
+        kind = "invalid_request_error" if self.code == "context_length_exceeded" else "agentlightning"
+        error = {"message": self.detail, "type": kind, "code": self.code}
         return msgspec.json.encode({"title": self.code, "status": self.status, "detail": self.detail, "error": error})
 
     def event(self) -> bytes:

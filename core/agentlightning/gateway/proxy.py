@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from agentlightning.gateway.budget import FULL, Budgets, is_full
 from agentlightning.gateway.call import Call
 from agentlightning.gateway.capture import Capture, take
 from agentlightning.gateway.checks import explain
@@ -45,6 +46,7 @@ class Proxy:
         self.stats: Counter[str] = Counter()
         self._writer, self._sleep = writer, sleep
         self._upstream = Upstream()
+        self._budgets = Budgets(self._upstream)
         self._plain: set[str] = set()
         """Base URLs that refused the token fields."""
 
@@ -55,10 +57,14 @@ class Proxy:
         """Answers; returns the defect of the call (its first choice), None for a good one."""
         stream = StreamCapture(call.keep, call.n, call.speech)
         try:
+            await self._budgets.admit(call)
             async with await self._ask(call) as answer:
                 if answer.is_stream and answer.status == 200:
                     return await self._stream(call, answer, stream, send)
                 return await self._whole(call, answer, send)
+        except Problem as problem:
+            reason = "over_budget" if problem.code == FULL else "error_status"
+            return await self._fail(call, stream.capture, reason, problem, send)
         except (Unreachable, Cut) as error:
             reason = "upstream_cut" if isinstance(error, Cut) else "upstream_unreachable"
             return await self._fail(call, stream.capture, reason, Problem(502, reason, str(error)), send)
@@ -95,14 +101,8 @@ class Proxy:
             await self._sleep(wait)
 
     async def _post(self, call: Call) -> Answer:
-        headers = [
-            (b"authorization", b"Bearer " + call.target.api_key.encode()),
-            (b"content-type", b"application/json"),
-            (b"accept-encoding", b"identity"),
-            (b"x-request-id", call.id.encode()),
-        ]
         url = f"{call.target.base_url.rstrip('/')}/{call.path}"
-        return await self._upstream.post(url, headers, dumps(call.asked))
+        return await self._upstream.post(url, call.headers(), dumps(call.asked))
 
     def _without_ids(self, call: Call) -> bool:
         """Makes `call` one without token fields, where the endpoint need not know them; False when it must."""
@@ -133,6 +133,9 @@ class Proxy:
         reason = None
         if answer.status != 200:
             reason, capture.error = "error_status", {"status": answer.status, "body": _readable(body)}
+            if is_full(answer.status, body):
+                reason = "over_budget"
+                body = Problem(400, FULL, engine_problem(400, _readable(body)).detail).body()
         else:
             try:
                 body = take(capture, body, call.keep) or body
@@ -177,6 +180,8 @@ class Proxy:
     def keep(self, call: Call, capture: Capture, stamp: int | None, reason: str | None) -> str | None:
         """Hands the records of a call to the writer; returns the defect of its first choice."""
         records = call.completions(capture, stamp, reason)
+        told = capture.completion_tokens if isinstance(capture.completion_tokens, int) else 0
+        self._budgets.settle(call, max(told, sum(len(record.response_ids) for record in records)))
         for record in records:
             self.stats["completions"] += 1
             if record.defect:
