@@ -77,7 +77,7 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     anchors: tuple[Any, ...] = ("exact", "state", "tools", "node")
     """`tree`, `gae`: what makes situations equal, the finest first; a decision is judged by the first under which its
     situation repeats. Names, or functions of a completion."""
-    prior: float = 1.0
+    prior: float = 0.5
     """`tree`: how many rollouts' worth of doubt an advantage is shrunk by: n / (n + prior); 0: not at all."""
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"broadcast": broadcast, "per_agent": per_agent, "turn": turn}[self.kind]
 
 
-_DEFAULTS: dict[str, Any] = {"gamma": 1.0, "weight": 1.0, "lam": 0.95, "prior": 1.0}
+_DEFAULTS: dict[str, Any] = {"gamma": 1.0, "weight": 1.0, "lam": 0.95, "prior": 0.5}
 _DEFAULTS["anchors"] = ("exact", "state", "tools", "node")
 USES: dict[str, tuple[str, ...]] = {
     "broadcast": (),
