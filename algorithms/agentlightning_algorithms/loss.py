@@ -47,7 +47,7 @@ def policy_loss(
 
     All arguments have shape [tokens]. `kind`: a whole `Loss`, or its kind with `clip` and `kl` from here. `old_logp`: the
     engine's. `proximal`: the learner's own at the beginning of the update, if ratios are to be taken to it. `sequence`:
-    mean of log(pi / pi_old) over the token's sequence, at today's weights. `correction`: see `corrections.py`.
+    mean of log(pi / pi_old) over the token's sequence, at today's weights. `correction`: see `policy/torch_corrections.py`.
     Raises ValueError for an unknown kind, or where a column is missing that it needs.
     """
     loss = kind if isinstance(kind, Loss) else Loss(kind, clip, kl=kl)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agentlightning.schema import floats, ids
 from agentlightning_algorithms.policy import torch_rows
 from agentlightning_algorithms.policy.base import PolicySettings, Row, Update
-from agentlightning_algorithms.policy.objective import Objective
+from agentlightning_algorithms.policy.torch_objective import Objective
 from agentlightning_algorithms.policy.torch_options import parse_options
 from agentlightning_algorithms.policy.torch_rows import Micro, micros
 from agentlightning_algorithms.policy.torch_weights import Weights

@@ -19,8 +19,8 @@ from agentlightning.schema import Floats
 
 from ..loss import k3
 from .base import Row, Update
-from .objective import Objective, check_loss
 from .torch_model import Network
+from .torch_objective import Objective, check_loss
 from .torch_rows import Micro, check, micros
 
 MAX_NORM = 1.0

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from agentlightning.errors import PolicyError
 
-from ..corrections import BOUNDS, correct, diagnostics, means, segments_of
 from ..loss import KINDS, KL_FORMS, PolicyLoss, policy_loss
 from .base import Loss
+from .torch_corrections import BOUNDS, correct, diagnostics, means, segments_of
 
 
 class Columns(Protocol):

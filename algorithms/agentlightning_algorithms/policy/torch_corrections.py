@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agentlightning_algorithms.loss import MAX_LOG_RATIO
-from agentlightning_algorithms.policy.base import Loss
+from ..loss import MAX_LOG_RATIO
+from .base import Loss
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "none": (0.0, float("inf")),
