@@ -50,6 +50,8 @@ class Call(msgspec.Struct, eq=False):
     """Bytes of the request."""
     promised: int = 0
     """Tokens of its attempt's budget that it may use and has not yet used."""
+    bases: list[str] = msgspec.field(default_factory=list)
+    """Base URLs of the servers that may answer, the next one to try first."""
     tries: list[str] = msgspec.field(default_factory=list)
     """What went wrong in each try before the last one."""
 

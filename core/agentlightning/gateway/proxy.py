@@ -16,7 +16,9 @@ from agentlightning.gateway.call import Call
 from agentlightning.gateway.capture import Capture, take
 from agentlightning.gateway.checks import explain
 from agentlightning.gateway.dialects import Speech, engine_problem
+from agentlightning.gateway.gate import Gate
 from agentlightning.gateway.problems import Problem, Send, respond
+from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.sampling import shape
 from agentlightning.gateway.stream import StreamCapture
 from agentlightning.gateway.upstream import Answer, Cut, Unreachable, Upstream
@@ -47,6 +49,7 @@ class Proxy:
         self._writer, self._sleep = writer, sleep
         self._upstream = Upstream()
         self._budgets = Budgets(self._upstream)
+        self.gate, self._replicas = Gate(), Replicas()
         self._plain: set[str] = set()
         """Base URLs that refused the token fields."""
 
@@ -57,11 +60,10 @@ class Proxy:
         """Answers; returns the defect of the call (its first choice), None for a good one."""
         stream = StreamCapture(call.keep, call.n, call.speech)
         try:
-            await self._budgets.admit(call)
-            async with await self._ask(call) as answer:
-                if answer.is_stream and answer.status == 200:
-                    return await self._stream(call, answer, stream, send)
-                return await self._whole(call, answer, send)
+            if call.target.policy is None:
+                return await self._answer(call, stream, send)
+            async with self.gate.passing():
+                return await self._answer(call, stream, send)
         except Problem as problem:
             reason = "over_budget" if problem.code == FULL else "error_status"
             return await self._fail(call, stream.capture, reason, problem, send)
@@ -79,6 +81,14 @@ class Proxy:
             ours = Problem(500, "gateway_error", f"the gateway failed ({type(error).__name__}): see its log.")
             return await self._fail(call, stream.capture, "gateway_error", ours, send)
 
+    async def _answer(self, call: Call, stream: StreamCapture, send: Send) -> str | None:
+        await self._budgets.admit(call)
+        call.bases = self._replicas.order(call.target, call.place.rollout.id if call.place else "")
+        async with await self._ask(call) as answer:
+            if answer.is_stream and answer.status == 200:
+                return await self._stream(call, answer, stream, send)
+            return await self._whole(call, answer, send)
+
     async def _ask(self, call: Call) -> Answer:
         """The engine's answer, after as many tries as are sensible. Raises Unreachable or Cut after the last one."""
         while True:
@@ -93,6 +103,8 @@ class Proxy:
                 async with answer:
                     call.tries.append(f"status {answer.status}")
             except (Unreachable, Cut) as error:
+                self._replicas.silent(call.bases[0])
+                call.bases = [*call.bases[1:], call.bases[0]]
                 if len(call.tries) + 1 >= TRIES:
                     raise
                 wait = BACKOFF_S * 2 ** len(call.tries)
@@ -101,8 +113,10 @@ class Proxy:
             await self._sleep(wait)
 
     async def _post(self, call: Call) -> Answer:
-        url = f"{call.target.base_url.rstrip('/')}/{call.path}"
-        return await self._upstream.post(url, call.headers(), dumps(call.asked))
+        base = call.bases[0]
+        answer = await self._upstream.post(f"{base.rstrip('/')}/{call.path}", call.headers(), dumps(call.asked))
+        self._replicas.answered(base)
+        return answer
 
     def _without_ids(self, call: Call) -> bool:
         """Makes `call` one without token fields, where the endpoint need not know them; False when it must."""

@@ -6,8 +6,8 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Self
 
 import uvicorn
@@ -99,6 +99,50 @@ class Gateway:
         if self._loop is not None:
             with suppress(RuntimeError):  # a loop that is closed has no calls left
                 self._loop.call_soon_threadsafe(self._door.stop, attempt_id)
+
+    def pause(self) -> None:
+        """From now on calls of the policy wait at the door, until `resume`. Calls of frozen endpoints go on."""
+        self._on_loop(self._door.proxy.gate.close)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Returns when every call of the policy that was let in has been answered; `pause` first. Raises GatewayError
+        when some still run after `timeout_s`."""
+        if self._loop is None or self._closed:
+            return
+        gate = self._door.proxy.gate
+        waiting = asyncio.run_coroutine_threadsafe(gate.drained(), self._loop)
+        try:
+            waiting.result(timeout_s)
+        except TimeoutError:
+            waiting.cancel()
+            raise GatewayError(
+                f"{gate.inside} calls of the policy still run after {timeout_s:g} s: give `drain` more time, cancel their "
+                "attempts, or limit `response` in the budget."
+            ) from None
+
+    def resume(self) -> None:
+        """Lets in those who wait, and all who come. Safe to call at any time."""
+        self._on_loop(self._door.proxy.gate.open)
+
+    @contextmanager
+    def paused(self, timeout_s: float | None = None) -> Iterator[None]:
+        """No call of the policy runs within this block: the place to change its weights."""
+        self.pause()
+        try:
+            self.drain(timeout_s)
+            yield
+        finally:
+            self.resume()
+
+    def _on_loop(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the loop, and returns when that is done."""
+        if self._loop is None or self._closed:
+            return work()
+
+        async def run() -> None:
+            work()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def close(self) -> None:
         """Aborts what is in flight, stores what is known of it, and ends all threads; safe to call twice."""
