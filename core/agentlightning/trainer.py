@@ -100,12 +100,12 @@ class Trainer:
             )
         if concurrency < 1 or max_attempts < 1:
             raise ConfigError(f"concurrency={concurrency}, max_attempts={max_attempts}: the least that works is 1.")
-        self.algorithm, self.name, self.seed = algorithm, name, seed
-        self.concurrency, self.timeout_s, self.max_attempts = concurrency, timeout_s, max_attempts
-        self.budget = budget
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"address={address!r}: write host:port, such as 127.0.0.1:0.")
+        self.algorithm, self.name, self.seed = algorithm, name, seed
+        self.concurrency, self.timeout_s, self.max_attempts = concurrency, timeout_s, max_attempts
+        self.budget = budget
         self._observers = _manager(plugins)
         self.store = open_store(store)
         self.folder = Path(folder) if folder else _folder_beside(store)
