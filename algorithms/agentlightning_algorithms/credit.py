@@ -27,6 +27,7 @@ import numpy as np
 from agentlightning.errors import ConfigError, RewardError
 from agentlightning.schema import Episode, Group, Trajectory, Transition
 from agentlightning.trajectory import Ledger
+from agentlightning_algorithms import calltree, valuetree
 from agentlightning_algorithms.advantage import Advantage, Values, advantages, overlong_penalty, scales
 
 Verdict: TypeAlias = float | str
@@ -86,14 +87,13 @@ class Credit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("gamma", "weight", "lam", "anchors", "prior"):
             if getattr(self, name) != _DEFAULTS[name] and name not in USES[self.kind]:
                 raise ConfigError(f"credit: {name} changes nothing for {self.kind!r}: leave it out.")
+        valuetree.levels(self.anchors)
         if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1 and self.weight >= 0 and self.prior >= 0):
             raise ConfigError(f"{self}: gamma is within (0, 1], lam within [0, 1], weight and prior are not negative.")
 
     @property
     def method(self) -> Method:
         """The function."""
-        from agentlightning_algorithms import calltree, valuetree
-
         if self.kind in ("tree", "gae"):
             levels = valuetree.levels(self.anchors)
             if self.kind == "tree":
