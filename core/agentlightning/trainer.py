@@ -215,6 +215,7 @@ class Trainer:
                 on_cancel=self._gateway.cancel,
                 hooks=self._observers,
             )
+            stack.callback(runner.stop, drain=False)  # one that never begins holds a loop too
             session.runner = runner
             stack.enter_context(session.display)
             yield session
