@@ -315,7 +315,7 @@ def scaled(decisions: Sequence[Decision], raw: Values, how: Advantage) -> Values
     members: dict[Hashable, dict[str, float]] = defaultdict(dict)
     for decision in decisions:
         members[decision.group.key][_unit(decision)] = decision.trajectory.reward
-    returns = [np.array(list(units.values())) for units in members.values()]
+    returns = [np.array(list(units.values()), dtype=np.float64) for units in members.values()]
     centred = [values - values.mean() for values in returns]
     divisors = {}
     for (key, units), found in zip(members.items(), scales(returns, centred, how), strict=True):

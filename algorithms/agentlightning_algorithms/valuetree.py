@@ -38,6 +38,7 @@ from agentlightning_algorithms.advantage import Advantage
 if TYPE_CHECKING:
     from agentlightning_algorithms.credit import Decision, Verdict
 
+ROUNDING = 1e-12
 Place: TypeAlias = tuple[Hashable, Hashable]
 """A situation, and a decision in it."""
 Level: TypeAlias = Callable[[Sequence[Completion]], list[Place]]
@@ -125,7 +126,7 @@ class _Node:
         self.visits[rollout].append(value)
 
     def close(self) -> None:
-        self.means = {rollout: float(np.mean(values)) for rollout, values in self.visits.items()}
+        self.means = {rollout: sum(values) / len(values) for rollout, values in self.visits.items()}
         self.total = sum(self.means.values())
         self.count = len(self.means)
         self.flat = max(self.means.values()) == min(self.means.values())
@@ -233,27 +234,23 @@ def gae(
         chains = [_chain(found) for found in _by(members, lambda d: d.rollout).values()]
         to_go = {key: value for chain in chains for key, value in _to_go(chain, gamma).items()}
         forest = _Forest(members, anchors, to_go)
-        flat = len(chains) > 1 and len({d.trajectory.reward for d in members}) == 1 and forest_is_flat(to_go, chains)
         for chain in chains:
             after, value_after = 0.0, 0.0
             for decision, reward in reversed(chain):
-                value = _value(forest, decision, to_go)
-                if value is None or (flat and how.flat != "keep"):
-                    reasons[id(decision)] = "single" if value is None else "zero_variance"
+                value = _value(forest, decision)
+                if value is None:
+                    reasons[id(decision)] = "single"
                     continue
                 after = reward + gamma * value_after - value + gamma * lam * after
                 value_after = value
                 raw[number[id(decision)]] = after
+        if how.flat != "keep" and not any(abs(raw[number[id(d)]]) > ROUNDING for d in members):
+            reasons |= {id(d): reasons.get(id(d), "zero_variance") for d in members}
     values = scaled(decisions, raw, how)
     return [reasons.get(id(d), float(value)) for d, value in zip(decisions, values, strict=True)]
 
 
-def forest_is_flat(to_go: dict[int, float], chains: Sequence[Sequence[tuple[Decision, float]]]) -> bool:
-    """Whether all rollouts got the same from their first call on."""
-    return len({to_go[id(chain[0][0])] for chain in chains}) == 1
-
-
-def _value(forest: _Forest, decision: Decision, to_go: dict[int, float]) -> float | None:
+def _value(forest: _Forest, decision: Decision) -> float | None:
     """Mean return of the other rollouts in the situation, under the finest anchor where there are others."""
     for found in (*forest.trees, forest.whole):
         node = found.parent(decision)
