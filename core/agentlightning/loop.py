@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import pluggy
 
-from agentlightning import plugins
-from agentlightning.errors import ConfigError, NothingToTrain, PluginError, RolloutError, UnknownAgent
+from agentlightning import doctor, plugins
+from agentlightning.errors import ConfigError, NothingToTrain, PluginError, RolloutError
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.schema import (
     FINAL_STATES,
@@ -38,7 +38,6 @@ from agentlightning.schema import (
     Span,
     Step,
     now_ns,
-    selector_of,
 )
 from agentlightning.store.base import Store
 from agentlightning.tasks import Task, digest, draw
@@ -201,13 +200,14 @@ class Loop:
             for index, task in enumerate(tasks)
             for i in range(n)
         ]
-        self.store.enqueue(wanted)
-        if not self._begun:
-            self._begun = True
-            self._begin()
         if self._watcher:
             self._watcher.sampling(f"step {self._number}/{self.total}" if mode == "train" else mode, len(wanted))
-        self._await([rollout.id for rollout in wanted])
+        if self.policy is not None and not self.history and not self._begun and wanted:
+            self._run(wanted[:1])
+            doctor.first_look(self.store.episodes([wanted[0].id])[0], self._strays())
+            self._run(wanted[1:])
+        else:
+            self._run(wanted)
         episodes = self.store.episodes([rollout.id for rollout in wanted])
         for episode in episodes:
             self._known_agents.update(completion.path for completion in episode.completions)
@@ -234,6 +234,14 @@ class Loop:
             max_attempts=self._max_attempts,
             created_ns=now_ns(),
         )
+
+    def _run(self, wanted: Sequence[Rollout]) -> None:
+        """Returns when all have ended."""
+        self.store.enqueue(wanted)
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        self._await([rollout.id for rollout in wanted])
 
     def _await(self, rollout_ids: Sequence[str]) -> None:
         open_ids = set(rollout_ids)
@@ -285,24 +293,8 @@ class Loop:
         batch.ledger.seen += strays
         batch.ledger.drop("unattributed", strays)
         if not self.history:
-            self._refuse_nothing(batch.ledger, selectors)
+            doctor.refuse(batch.ledger, self._known_agents, selectors)
         return batch
-
-    def _refuse_nothing(self, ledger: Ledger, selectors: Sequence[str]) -> None:
-        if not ledger.seen:
-            raise NothingToTrain(
-                "the first rollouts made no model call that reached the gateway: build the client with "
-                "`base_url=policy.base_url` (inside the rollout) or `base_url=trainer.base_url` (outside)."
-            )
-        unmatched = [s for s in selectors if not collectable(s, self._known_agents)]
-        if unmatched:
-            seen = ", ".join(f"{path} ({calls} calls)" for path, calls in self._known_agents.most_common())
-            raise UnknownAgent(
-                f"no call came from {', '.join(map(repr, unmatched))}. Agents seen: {seen or 'none'}. Correct the names in "
-                "`agents=` (exact name, path, or glob), or hand the framework `agl.callback(...)` so that agents have names."
-            )
-        if not ledger.complete:
-            raise NothingToTrain(f"the first step has no trainable call. {ledger}. {_cure(ledger)}")
 
     # The end of a step.
 
@@ -334,7 +326,7 @@ class Loop:
             self._watcher.step(step, self.total)
         self._idle = 0 if ledger.trained or self._batch is None else self._idle + 1
         if self._idle >= PATIENCE:
-            raise NothingToTrain(f"{PATIENCE} steps in a row trained nothing. {ledger}. {_cure(ledger)}")
+            raise NothingToTrain(f"{PATIENCE} steps in a row trained nothing. {ledger}. {doctor.cure(ledger)}")
         return step
 
     def _forget_last_checkpoint(self, step: Step) -> None:
@@ -363,24 +355,3 @@ class Loop:
             if self._watcher:
                 self._watcher.evaluated(found[name])
         return found
-
-
-def collectable(selector: str, agents: Mapping[str, int]) -> bool:
-    """Whether any agent that was seen matches."""
-    return any(selector_of((selector,), path) for path in agents)
-
-
-def _cure(ledger: Ledger) -> str:
-    """What to do about the commonest reason."""
-    reason = ledger.dropped.most_common(1)[0][0] if ledger.dropped else ""
-    cures = {
-        "no_token_ids": "The engine sends no token ids: use a policy back end, or an engine with `return_token_ids`.",
-        "reward_missing": "Return a number from the program, or call `agl.emit_reward` in it.",
-        "not_selected": "Name agents that make calls in `agents=`.",
-        "zero_variance": "All rollouts of each task got the same reward: use tasks that are sometimes solved, a finer "
-        "reward, more rollouts per task, or a higher temperature.",
-        "single": "Only one rollout of each task reached the agent: raise `rollouts_per_task`.",
-        "unattributed": "Calls name no attempt: use `policy.base_url`, or pass the callback to the framework.",
-        "not_policy": "The selected agents call an endpoint that is not the policy: use `policy.base_url` for them.",
-    }
-    return cures.get(reason, "Look at one rollout with `agl show`.")
