@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 PATIENCE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Pauses between the tries of a write that the store refuses; then the attempt is left to its lease."""
 
+FLUSH_S = 30.0
+"""How long the store may take for the records of attempts that have ended."""
+
 T = TypeVar("T")
 
 
@@ -147,11 +150,11 @@ class Finisher:
     def _settle(self, verdicts: list[Verdict]) -> None:
         if not verdicts:
             return
+        self._flush(verdicts)
         try:
-            self._recorder.flush()
             self._barrier()
         except Exception as trouble:  # noqa: BLE001  told in each attempt
-            log.warning("the records of %d attempts may be incomplete: %s", len(verdicts), trouble)
+            log.warning("the model calls of %d attempts may be incomplete: %s", len(verdicts), trouble)
             for verdict in verdicts:
                 verdict.spoil(trouble)
         try:
@@ -162,6 +165,17 @@ class Finisher:
                 verdict.spoil(trouble)
         for verdict in verdicts:
             self._finished(verdict.job, verdict.outcome, self._finish(verdict))
+
+    def _flush(self, verdicts: list[Verdict]) -> None:
+        """What one attempt lost spoils no other; a store that takes nothing is waited for once, not once for each."""
+        give_up_at = time.monotonic() + FLUSH_S
+        for verdict in verdicts:
+            attempt_id = verdict.job.attempt.id
+            try:
+                self._recorder.flush(attempt_id, timeout_s=max(0.0, give_up_at - time.monotonic()))
+            except Exception as trouble:  # noqa: BLE001  told in the attempt
+                log.warning("the records of attempt %s may be incomplete: %s", attempt_id, trouble)
+                verdict.spoil(trouble)
 
     def _add(self, verdicts: list[Verdict]) -> None:
         spans = [span for verdict in verdicts for span in verdict.spans]

@@ -68,7 +68,7 @@ class Runner:
     """Runs `program` on the rollouts of `run_id`, at most `concurrency` at once, until `stop`.
 
     `barrier` returns when all model calls that were answered are committed; `on_cancel(attempt_id)` makes the gateway
-    refuse the attempt's further calls. Both are called from threads of the runner. Raises RolloutError for a program
+    refuse the attempt's further calls, and is called when its program ends, however it does. Both are called from threads of the runner. Raises RolloutError for a program
     that cannot be run.
     """
 
@@ -273,14 +273,18 @@ class Runner:
             if job.over or job.cause is not None:
                 return
             job.cause, job.reason, job.give_up_at = cause, reason, time.monotonic() + GRACE_S
-        try:
-            self._on_cancel(job.attempt.id)
-        except Exception:
-            log.exception("the gateway could not be told that attempt %s has ended", job.attempt.id)
+        self._shut_door(job)
         if job.call is not None:
             self._executor.cancel(job.call)
         with self._alarm:
             self._alarm.notify()
+
+    def _shut_door(self, job: Job) -> None:
+        """No model call of the attempt is answered from now on."""
+        try:
+            self._on_cancel(job.attempt.id)
+        except Exception:
+            log.exception("the gateway could not be told that attempt %s has ended", job.attempt.id)
 
     def _write_off(self, job: Job) -> None:
         if job.call is None:  # not begun yet: the store is slow to tell its resources
@@ -317,6 +321,8 @@ class Runner:
             job.over, job.call = True, None
             self._active -= 1
             self._changed.notify_all()
+        if job.cause is None:  # else it was told when it was interrupted
+            self._shut_door(job)
         self._finisher.put(job, ended)
 
     def _judge(self, job: Job, ended: Ended) -> Verdict:
