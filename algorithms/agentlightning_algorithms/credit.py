@@ -16,6 +16,7 @@ ledger) why it is not trained. Ours are such functions.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from agentlightning.schema import Episode, Group, Trajectory, Transition
 from agentlightning.trajectory import Ledger
 from agentlightning_algorithms import calltree, valuetree
 from agentlightning_algorithms.advantage import Advantage, Values, advantages, overlong_penalty, scales
+
+logger = logging.getLogger(__name__)
 
 Verdict: TypeAlias = float | str
 """An advantage, or why there is none."""
@@ -178,6 +181,11 @@ def assign(
         else:
             decision.transition.advantage = float(verdict)
             ledger.trained += 1
+    if decisions and all(verdict == "single" for verdict in verdicts):
+        logger.warning(
+            "every group has a single member, so nothing can be compared: raise `rollouts_per_task`, or look for rollouts that "
+            "fail or never reach the agents."
+        )
     taught = {id(d.group) for d in decisions if not np.isnan(d.transition.advantage)}
     return [group for group in groups if id(group) in taught]
 
