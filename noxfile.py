@@ -21,6 +21,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND
 
 # The oldest release that we promise, and today's: (extra, folder of tests, what to tell pip, what to tell pytest).
 MATRIX = {
+    "openai-oldest": ("openai", "openai", ["-c", "constraints/openai-oldest.txt"], []),
+    "openai-newest": ("openai", "openai", [], []),
     "langgraph-oldest": (
         "langgraph",
         "langgraph",
@@ -49,6 +51,13 @@ def core(session: nox.Session) -> None:
     session.run("agl", "--help", silent=True)
     session.install(*TEST)
     session.run("pytest", "tests/core", *session.posargs, env=OFFLINE)
+
+
+@nox.session
+def store(session: nox.Session) -> None:
+    """The store on every database: also on a PostgreSQL server that the tests start themselves."""
+    session.install("-e", ".[postgres,otel]", *TEST)
+    session.run("pytest", "tests/core", "-k", "store or worker", *session.posargs, env=OFFLINE)
 
 
 @nox.session

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from agentlightning.errors import ConfigError
-from agentlightning.schema import Span, SpanKind
+from agentlightning.schema import Span, SpanKind, leaf
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -191,7 +191,8 @@ class agent:
         if scope.recorder is None:
             inner, span = Scope(scope.attempt_id, path, scope.span_id, None, scope.memory), None
         else:
-            span = scope.recorder.start(SpanKind.AGENT, self._name, path=path)
+            told = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": leaf(path)}
+            span = scope.recorder.start(SpanKind.AGENT, self._name, path=path, attributes=told)
             inner = scope.inside(span)
         self._entered[set_scope(inner)] = span
 

@@ -248,7 +248,7 @@ class AdapterConformance(Load, Base):
         assert snapshot(driver) == before
         with world.attempt() as scope:
             driver.single(world, PROMPT)
-        assert world.spans(scope) == []
+        assert [span for span in world.spans(scope) if not (driver.names_itself and span.kind is SpanKind.AGENT)] == []
         assert len(world.arrivals(scope.attempt_id)) == 1, "the request still bears its attempt"
 
     @needs("single")

@@ -26,6 +26,8 @@ class Driver:
     """Method name -> why no program of this framework can do that. The test is skipped with these words."""
     listens_globally: ClassVar[bool] = True
     """False where `listen` does nothing, for the programs hand `agl.callback(name)` to the framework."""
+    names_itself: ClassVar[bool] = False
+    """True where programs name their agents with `agl.agent`, for no framework does."""
     odd_name: ClassVar[str] = "作家 Ünï 50%,;="
     """An agent's name with characters that need care on the wire, as far as the framework allows them."""
     operations: ClassVar[frozenset[str]] = frozenset({"chat", "text_completion", "generate_content"})
