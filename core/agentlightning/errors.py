@@ -21,6 +21,14 @@ class StoreError(AgentLightningError):
     """The store cannot do what was asked: missing rows, wrong schema version, disk full, locked."""
 
 
+class StoreUnavailable(StoreError):
+    """The database or the store's server cannot work now: away, locked, full. The same call may succeed later."""
+
+
+class Forbidden(StoreError):
+    """The key that came with a call does not allow it."""
+
+
 class NotFound(StoreError):
     """No record has that id."""
 

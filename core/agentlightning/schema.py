@@ -24,7 +24,7 @@ from agentlightning.endpoints import Endpoint as Endpoint  # noqa: PLC0414
 from agentlightning.endpoints import Route as Route  # noqa: PLC0414
 from agentlightning.errors import RewardError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Stored in every database; a store with another version refuses to open and says how to migrate."""
 
 DEFAULT_AGENT = "agent"
@@ -123,6 +123,9 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     seed: int = 0
     timeout_s: float | None = None
     max_attempts: int = 1
+    retry: dict[str, int] = {}
+    """Outcome -> how many attempts may be tried again after it, within `max_attempts`. Outcomes that are not named are
+    tried again if they are in `RETRIED` of `store/base.py`."""
     priority: int = 0
     state: RolloutState = RolloutState.QUEUED
     outcome: Outcome | None = None
@@ -243,6 +246,34 @@ class Run(msgspec.Struct, forbid_unknown_fields=True):
     lease_until: float = 0.0
     created_ns: int = 0
     ended_ns: int | None = None
+
+
+class Worker(msgspec.Struct, forbid_unknown_fields=True):
+    """Who runs rollouts. It tells the store now and then, so that people see who is there."""
+
+    id: str
+    """`host:pid:nonce`."""
+    run_id: str | None = None
+    """The only run whose rollouts it takes; None: of any."""
+    program: str = ""
+    concurrency: int = 1
+    running: int = 0
+    """Attempts in its hands when it last told."""
+    state: str = "running"
+    """`running`, `draining` (takes nothing new) or `ended`."""
+    started_ns: int = 0
+    seen_ns: int = 0
+    """When it last told; set by the store."""
+
+
+class News(msgspec.Struct, forbid_unknown_fields=True):
+    """What was added to a store since some sequence number."""
+
+    cursor: int
+    """Ask for what comes after this next."""
+    spans: list[Span] = []
+    completions: list[Completion] = []
+    rewards: list[Reward] = []
 
 
 class Step(msgspec.Struct, forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ from agentlightning.schema import (
     new_id,
 )
 from agentlightning.store.base import Store
+from tests.conformance.store_life import Following, Life, Pruning
 from tests.conformance.store_machine import StoreMachine
 from tests.conformance.store_queue import Queue
 from tests.conformance.store_records import (
@@ -295,7 +296,7 @@ class Together:
         )
 
 
-class StoreSuite(Runs, Queue, Happenings, Waiting, Together):
+class StoreSuite(Runs, Queue, Life, Happenings, Following, Pruning, Waiting, Together):
     """The whole contract."""
 
     @pytest.fixture

@@ -26,3 +26,11 @@ class TestSqliteMemory(StoreSuite):
         store = open_store("sqlite://")
         yield store
         store.close()
+
+
+class TestPostgres(StoreSuite):
+    @pytest.fixture
+    def store(self, postgres_url: str) -> Iterator[Store]:
+        store = open_store(postgres_url)
+        yield store
+        store.close()

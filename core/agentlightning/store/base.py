@@ -7,20 +7,30 @@
   kept, and never used: `finish` raises `Superseded` for it.
 * **Safe.** Every method may be called from any thread; several processes may open the same store.
 
-State of a rollout moves only along `TRANSITIONS`. A lease that runs out lets the next `lease` begin another attempt if
+State of a rollout moves only along `TRANSITIONS`:
+
+| from | to | by |
+|---|---|---|
+| queued | running | `lease` |
+| queued, running | cancelled | `cancel`, or `finish` as `cancelled` |
+| running | succeeded | `finish` as `ok` or `truncated` |
+| running | queued | `finish` as an outcome that is tried again, or a lease that ran out, with attempts left |
+| running | failed | `finish` as any other outcome, or a lease that ran out, without attempts left |
+ A lease that runs out lets the next `lease` begin another attempt if
 `max_attempts` allows it; otherwise the rollout fails with `infra_error`. Adding a span, completion or reward to an
 attempt, or calling `heartbeat`, extends its lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from agentlightning.schema import (
     Attempt,
     Completion,
     Episode,
+    News,
     Outcome,
     Resource,
     Reward,
@@ -29,6 +39,7 @@ from agentlightning.schema import (
     Run,
     Span,
     Step,
+    Worker,
 )
 
 LEASE_S = 30.0
@@ -65,8 +76,9 @@ class Store(Protocol):
     def renew_run(self, run_id: str, owner: str, lease_s: float = LEASE_S) -> None:
         """Extends the hold. Raises RunInUse when another owner has taken the run."""
 
-    def end_run(self, run_id: str, state: str) -> None:
-        """`finished` or `failed`; `paused` gives up the hold and leaves the run to be resumed."""
+    def end_run(self, run_id: str, state: str, owner: str | None = None) -> None:
+        """`finished` or `failed`; `paused` gives up the hold and leaves the run to be resumed. With `owner`, raises
+        RunInUse when another holds the run by now."""
 
     def runs(self) -> list[Run]:
         """Oldest first."""
@@ -85,21 +97,32 @@ class Store(Protocol):
     def resource(self, run_id: str, name: str, version: int | None = None) -> Resource:
         """That version, or the newest. Raises NotFound."""
 
+    # Workers.
+    def see(self, worker: Worker) -> None:
+        """A worker says that it is there, and how it is; its `seen_ns` is set by the store."""
+
+    def workers(self, seen_within_s: float | None = None) -> list[Worker]:
+        """Last seen first."""
+
     # Rollouts.
     def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         """Creates rollouts; those whose id exists already stay as they are."""
 
     def lease(
-        self, worker: str, limit: int = 1, lease_s: float = LEASE_S, run_id: str | None = None
+        self, worker: str, limit: int = 1, lease_s: float = LEASE_S, run_id: str | None = None, token: str = ""
     ) -> list[tuple[Rollout, Attempt]]:
-        """Up to `limit` queued or expired rollouts, by priority (high first) then age, each with a new attempt."""
+        """Up to `limit` queued or expired rollouts, by priority (high first) then age, each with a new attempt.
+
+        `token`: a secret of this call. The same call again with the same token gives the attempts that it began, and
+        begins none if it did: for callers whose answer may get lost on its way.
+        """
 
     def heartbeat(self, attempt_ids: Sequence[str], lease_s: float = LEASE_S) -> list[str]:
         """Extends leases; returns the ids among them that are superseded, ended or cancelled."""
 
     def finish(self, attempt_id: str, outcome: Outcome, error: str | None = None) -> RolloutState:
-        """Ends the attempt and moves its rollout: succeeded on `ok` and `truncated`, queued again on a `RETRIED`
-        outcome with attempts left, failed or cancelled otherwise. Idempotent for the same outcome.
+        """Ends the attempt and moves its rollout: succeeded on `ok` and `truncated`, queued again on an outcome that its
+        `retry` or `RETRIED` allows with attempts left, failed or cancelled otherwise. Idempotent for the same outcome.
 
         Raises Superseded when the attempt is no longer the one that decides.
         """
@@ -132,6 +155,9 @@ class Store(Protocol):
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks until something may be there to lease, or the time is over."""
 
+    def backlog(self, run_id: str | None = None) -> dict[str, int]:
+        """How many rollouts are `queued` and how many are `running`."""
+
     # What happened.
     def add(
         self,
@@ -152,6 +178,25 @@ class Store(Protocol):
 
     def unattributed(self, after_seq: int = 0) -> list[Completion]:
         """Calls that named no attempt, or one that this store does not know."""
+
+    def follow(
+        self,
+        after: int = 0,
+        *,
+        run_id: str | None = None,
+        attempt_id: str | None = None,
+        kinds: Collection[str] = ("span", "completion", "reward"),
+        limit: int = 1000,
+        timeout_s: float = 0.0,
+    ) -> News:
+        """What arrived after the number `after`, at most `limit` of each kind, in order; blocks until something has or
+        the time is over. Nothing is ever skipped by going on from the `cursor` of the answer. A span that closes is not
+        news again: read its attempt's `trace`."""
+
+    def prune(self, run_id: str | None = None, *, before_step: int | None = None, before_ns: int | None = None) -> int:
+        """Removes spans and completions of rollouts that have ended and belong to an earlier step, or ended earlier
+        (Unix nanoseconds); with both, those that meet both. Rollouts, attempts, rewards, steps and resources stay.
+        Returns how many records were removed."""
 
     def close(self) -> None:
         """Ends connections and threads; safe to call twice."""

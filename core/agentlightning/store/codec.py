@@ -25,6 +25,7 @@ from agentlightning.schema import (
     Span,
     SpanKind,
     Step,
+    Worker,
     encode,
 )
 from agentlightning.store import tables as t
@@ -58,9 +59,12 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, str):
         value = value.value if isinstance(value, Enum) else value
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+        value = value if value.isascii() else value.encode("utf-8", "replace").decode()
+        return value.replace("\0", "\ufffd") if "\0" in value else value  # PostgreSQL keeps no NUL in a text
     return value
 
 
@@ -119,7 +123,7 @@ class Codec(Generic[T]):
 RUN = Codec(Run, t.runs)
 STEP = Codec(Step, t.steps)
 RESOURCE = Codec(Resource, t.resources)
-ROLLOUT = Codec(Rollout, t.rollouts, {"state": RolloutState, "outcome": Outcome})
+ROLLOUT = Codec(Rollout, t.rollouts, {"state": RolloutState, "outcome": Outcome, "retry": json.loads})
 ATTEMPT = Codec(Attempt, t.attempts, {"outcome": Outcome})
 SPAN = Codec(Span, t.spans, {"kind": SpanKind}, lenient=True)
 COMPLETION = Codec(
@@ -130,3 +134,4 @@ COMPLETION = Codec(
     lenient=True,
 )
 REWARD = Codec(Reward, t.rewards)
+WORKER = Codec(Worker, t.workers)

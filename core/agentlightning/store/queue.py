@@ -6,6 +6,7 @@ deciding attempt stands in `rollouts.attempts`, and an attempt that lost its say
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, select, update
 
 from agentlightning.errors import NotFound, Superseded
-from agentlightning.schema import FINAL_STATES, Attempt, Outcome, Rollout, RolloutState, new_id, now_ns
+from agentlightning.schema import FINAL_STATES, Attempt, Outcome, Rollout, RolloutState, now_ns
 from agentlightning.store.base import RETRIED
 from agentlightning.store.codec import ATTEMPT, ROLLOUT
 from agentlightning.store.tables import attempts, queued, rollouts, running
@@ -23,25 +24,31 @@ T = TypeVar("T")
 QUEUED, RUNNING = RolloutState.QUEUED.value, RolloutState.RUNNING.value
 FINAL = sorted(state.value for state in FINAL_STATES)
 
+_INFRA = Outcome.INFRA_ERROR
+
 _STATES = {
     Outcome.OK: RolloutState.SUCCEEDED,
     Outcome.TRUNCATED: RolloutState.SUCCEEDED,
     Outcome.CANCELLED: RolloutState.CANCELLED,
 }
 
+_POLICY = (rollouts.c.id, rollouts.c.attempts, rollouts.c.max_attempts, rollouts.c.retry)
+"""What `_again` wants to know."""
+
 _lost = (running, attempts.c.lease_until <= bindparam("now"))
-_LOST = (
-    select(
-        attempts.c.id,
-        attempts.c.worker,
-        attempts.c.lease_s,
-        rollouts.c.id,
-        rollouts.c.attempts,
-        rollouts.c.max_attempts,
-    )
-    .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
+_ids: sa.BindParameter[Any] = bindparam("ids", expanding=True)
+_MAYBE_LOST = (
+    select(rollouts.c.id)
+    .join(attempts, rollouts.c.id == attempts.c.rollout_id)
     .where(*_lost)
-    .with_for_update(skip_locked=True)
+    .with_for_update(skip_locked=True, of=rollouts)
+)
+_LOST = (
+    select(attempts.c.id, attempts.c.worker, attempts.c.lease_s, *_POLICY)
+    .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
+    .where(*_lost, rollouts.c.id.in_(_ids))
+    .order_by(attempts.c.id)
+    .with_for_update(of=attempts)
 )
 _ANY_LOST = select(sa.exists().where(*_lost))
 _ANY_QUEUED = select(sa.exists().where(queued))
@@ -52,23 +59,27 @@ _NEXT = (
     .limit(bindparam("limit"))
     .with_for_update(skip_locked=True)
 )
-_BEGIN = (
-    update(rollouts)
-    .where(rollouts.c.id.in_(bindparam("ids", expanding=True)))
-    .values(state=RUNNING, attempts=rollouts.c.attempts + 1)
+_BEGIN = update(rollouts).where(rollouts.c.id.in_(_ids)).values(state=RUNNING, attempts=rollouts.c.attempts + 1)
+_HOLD = select(attempts.c.id).where(attempts.c.id.in_(_ids)).order_by(attempts.c.id).with_for_update()
+_HOLD_ROLLOUTS = select(rollouts.c.id).where(rollouts.c.id.in_(_ids)).order_by(rollouts.c.id).with_for_update()
+_HOLD_ATTEMPTS_OF = (
+    select(attempts.c.id).where(attempts.c.rollout_id.in_(_ids), running).order_by(attempts.c.id).with_for_update()
 )
-_ALIVE = update(attempts).where(attempts.c.id.in_(bindparam("ids", expanding=True)), running)
+_ALIVE = update(attempts).where(attempts.c.id.in_(_ids), running)
 _EXTEND = _ALIVE.where(attempts.c.lease_until < bindparam("now") + attempts.c.lease_s).values(
     lease_until=bindparam("now") + attempts.c.lease_s
 )
 _EXTEND_TO = _ALIVE.where(attempts.c.lease_until < bindparam("until")).values(lease_until=bindparam("until"))
-_FOR_FINISH = (
-    select(attempts.c.rollout_id, attempts.c.number, attempts.c.outcome)
-    .add_columns(rollouts.c.attempts, rollouts.c.max_attempts, rollouts.c.state)
-    .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
-    .where(attempts.c.id == bindparam("attempt_id"))
+_HOLD_ROLLOUT = (
+    select(*_POLICY, rollouts.c.state)
+    .where(rollouts.c.id == select(attempts.c.rollout_id).where(attempts.c.id == bindparam("key")).scalar_subquery())
     .with_for_update()
 )
+_HOLD_ATTEMPT = select(attempts.c.number, attempts.c.outcome).where(attempts.c.id == bindparam("key")).with_for_update()
+_ENDED_SO = select(sa.func.count()).where(
+    attempts.c.rollout_id == bindparam("rollout"), attempts.c.outcome == bindparam("ended")
+)
+_BEGUN = select(*ATTEMPT.columns).where(attempts.c.id.in_(_ids)).order_by(attempts.c.number)
 _END_ATTEMPT = update(attempts).where(attempts.c.id == bindparam("key"))
 _MOVE = update(rollouts).where(rollouts.c.id == bindparam("key"))
 
@@ -91,34 +102,50 @@ def leases_lost(connection: Connection, now: float) -> bool:
 
 def expire(connection: Connection, now: float) -> bool:
     """Ends the attempts whose lease ran out; True when there were any."""
-    lost = connection.execute(_LOST, {"now": now}).all()
-    for attempt_id, worker, lease_s, rollout_id, begun, most in lost:
-        error = f"no sign of life from worker {worker} for {lease_s:g} s"
-        _end(connection, attempt_id, rollout_id, Outcome.INFRA_ERROR, error, begun < most)
-    return bool(lost)
+    maybe = connection.scalars(_MAYBE_LOST, {"now": now}).all()
+    for ids in chunks(maybe):
+        for attempt_id, worker, lease_s, *policy in connection.execute(_LOST, {"now": now, "ids": ids}).all():
+            error = f"no sign of life from worker {worker} for {lease_s:g} s"
+            _end(connection, attempt_id, policy[0], Outcome.INFRA_ERROR, error, _again(connection, policy, _INFRA))
+    return bool(maybe)
+
+
+def begun(connection: Connection, attempt_ids: Sequence[str]) -> list[tuple[Rollout, Attempt]]:
+    """Which of these attempts a lease whose answer was lost has begun already."""
+    found = [ATTEMPT.record(row) for ids in chunks(attempt_ids) for row in connection.execute(_BEGUN, {"ids": ids})]
+    order = {attempt_id: place for place, attempt_id in enumerate(attempt_ids)}
+    found.sort(key=lambda attempt: order[attempt.id])
+    of = select(*ROLLOUT.columns).where(rollouts.c.id.in_(_ids))
+    known: dict[str, Rollout] = {}
+    for ids in chunks(attempt.rollout_id for attempt in found):
+        known.update((rollout.id, rollout) for rollout in map(ROLLOUT.record, connection.execute(of, {"ids": ids})))
+    return [(known[attempt.rollout_id], attempt) for attempt in found]
 
 
 def lease(
-    connection: Connection, worker: str, limit: int, lease_s: float, run_id: str | None, now: float
+    connection: Connection, worker: str, ids: Sequence[str], lease_s: float, run_id: str | None, now: float
 ) -> list[tuple[Rollout, Attempt]]:
-    """Begins the next attempt of up to `limit` queued rollouts."""
+    """Begins the next attempt of as many queued rollouts as there are `ids` for new attempts."""
     query = _NEXT if run_id is None else _NEXT.where(rollouts.c.run_id == run_id)
-    found = [ROLLOUT.record(row) for row in connection.execute(query, {"limit": limit})]
+    found = [ROLLOUT.record(row) for row in connection.execute(query, {"limit": len(ids)})]
     started, pairs = now_ns(), []
-    for rollout in found:
+    for rollout, attempt_id in zip(found, ids, strict=False):
         rollout.state, rollout.attempts = RolloutState.RUNNING, rollout.attempts + 1
-        attempt = Attempt(new_id(), rollout.id, rollout.attempts, worker, lease_until=now + lease_s, started_ns=started)
+        attempt = Attempt(
+            attempt_id, rollout.id, rollout.attempts, worker, lease_until=now + lease_s, started_ns=started
+        )
         pairs.append((rollout, attempt))
     if pairs:
         connection.execute(sa.insert(attempts), [ATTEMPT.row(attempt, lease_s=lease_s) for _, attempt in pairs])
-        for ids in chunks(rollout.id for rollout in found):
-            connection.execute(_BEGIN, {"ids": ids})
+        for part in chunks(rollout.id for rollout in found):
+            connection.execute(_BEGIN, {"ids": part})
     return pairs
 
 
 def extend(connection: Connection, attempt_ids: Sequence[str], now: float, lease_s: float | None = None) -> None:
     """A sign of life of these attempts: their leases last at least `lease_s` from now (None: as long as at first)."""
     for ids in chunks(attempt_ids):
+        _hold(connection, _HOLD, ids)
         if lease_s is None:
             connection.execute(_EXTEND, {"ids": ids, "now": now})
         else:
@@ -126,10 +153,12 @@ def extend(connection: Connection, attempt_ids: Sequence[str], now: float, lease
 
 
 def finish(connection: Connection, attempt_id: str, outcome: Outcome, error: str | None) -> RolloutState:
-    row = connection.execute(_FOR_FINISH, {"attempt_id": attempt_id}).one_or_none()
-    if row is None:
+    held = connection.execute(_HOLD_ROLLOUT, {"key": attempt_id}).one_or_none()
+    if held is None:
         raise NotFound(f"no attempt {attempt_id}: finish takes the id of an attempt that `lease` gave.")
-    rollout_id, number, ended_as, latest, most, state = row
+    *policy, state = held
+    number, ended_as = connection.execute(_HOLD_ATTEMPT, {"key": attempt_id}).one()
+    rollout_id, latest = policy[:2]
     if ended_as == outcome.value:
         return RolloutState(state)
     if ended_as is not None or number != latest:
@@ -137,7 +166,7 @@ def finish(connection: Connection, attempt_id: str, outcome: Outcome, error: str
             f"attempt {attempt_id} (number {number} of rollout {rollout_id}) ended as {ended_as} before, the rollout is "
             f"{state}: {outcome.value} is ignored. Heartbeats in time, or a longer lease, keep an attempt alive."
         )
-    return _end(connection, attempt_id, rollout_id, outcome, error, outcome in RETRIED and latest < most)
+    return _end(connection, attempt_id, rollout_id, outcome, error, _again(connection, policy, outcome))
 
 
 def release(connection: Connection, worker: str) -> None:
@@ -147,8 +176,13 @@ def release(connection: Connection, worker: str) -> None:
         select(attempts.c.id, attempts.c.rollout_id)
         .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
         .where(running, attempts.c.worker == worker)
+        .order_by(rollouts.c.id)
+        .with_for_update(of=rollouts)
     )
-    for attempt_id, rollout_id in connection.execute(held).all():
+    found = connection.execute(held).all()
+    for ids in chunks(attempt_id for attempt_id, _ in found):
+        _hold(connection, _HOLD, ids)
+    for attempt_id, rollout_id in found:
         one_more = update(rollouts).where(rollouts.c.id == rollout_id)
         connection.execute(one_more.values(max_attempts=rollouts.c.max_attempts + 1))
         _end(connection, attempt_id, rollout_id, Outcome.INFRA_ERROR, f"its worker {worker} is gone", True)
@@ -158,10 +192,30 @@ def cancel(connection: Connection, rollout_ids: Sequence[str]) -> None:
     """Ends what has not ended."""
     ended = {"outcome": Outcome.CANCELLED.value, "ended_ns": now_ns()}
     for ids in chunks(rollout_ids):
+        _hold(connection, _HOLD_ROLLOUTS, ids)
+        _hold(connection, _HOLD_ATTEMPTS_OF, ids)
         alive = (rollouts.c.id.in_(ids), rollouts.c.state.in_([QUEUED, RUNNING]))
         connection.execute(update(rollouts).where(*alive).values(state=RolloutState.CANCELLED.value, **ended))
         running = (attempts.c.rollout_id.in_(ids), attempts.c.outcome.is_(None))
         connection.execute(update(attempts).where(*running).values(**ended))
+
+
+def _hold(connection: Connection, rows: sa.Select[Any], ids: Sequence[str]) -> None:
+    """Locks many rows in one order for all, so that no two writers wait for each other. SQLite has one writer anyway."""
+    if len(ids) > 1 and connection.dialect.name != "sqlite":
+        connection.execute(rows, {"ids": ids})
+
+
+def _again(connection: Connection, policy: Sequence[Any], outcome: Outcome) -> bool:
+    """Whether a rollout whose attempt ends as `outcome` gets another one."""
+    rollout_id, begun, most, retry = policy
+    if begun >= most:
+        return False
+    allowed = json.loads(retry).get(outcome.value) if retry != "{}" else None
+    if allowed is None:
+        return outcome in RETRIED
+    before: int = connection.execute(_ENDED_SO, {"rollout": rollout_id, "ended": outcome.value}).scalar_one()
+    return before < int(allowed)
 
 
 def _end(

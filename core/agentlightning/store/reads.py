@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
-from agentlightning.errors import NotFound
-from agentlightning.schema import FINAL_STATES, Attempt, Completion, Reward, Rollout, Span
+from agentlightning.errors import NotFound, StoreError
+from agentlightning.schema import FINAL_STATES, Attempt, Completion, News, Reward, Rollout, Span
 from agentlightning.store import queue
 from agentlightning.store import tables as t
 from agentlightning.store.codec import ATTEMPT, COMPLETION, REWARD, ROLLOUT, SPAN, Codec
@@ -112,3 +112,48 @@ def records(connection: Connection, attempt_ids: Sequence[str]) -> dict[str, _Ha
             for record in map(codec.record, connection.execute(query, {"ids": ids})):
                 found[record.attempt_id][place].append(record)
     return found
+
+
+KINDS = ("span", "completion", "reward")
+_TABLES: tuple[sa.Table, ...] = (t.spans, t.completions, t.rewards)
+
+
+def news(
+    connection: Connection,
+    after: int,
+    settled: int,
+    run_id: str | None,
+    attempt_id: str | None,
+    kinds: Collection[str],
+    limit: int,
+) -> News:
+    """Records with numbers in (`after`, `settled`], the first `limit` of each kind and never past a gap that this left."""
+    if unknown := set(kinds) - set(KINDS):
+        raise StoreError(f"there are no records of kind {sorted(unknown)}: choose from {', '.join(KINDS)}.")
+    found: list[list[Any]] = []
+    end = settled
+    for kind, table, (codec, _) in zip(KINDS, _TABLES, _HAPPENED, strict=True):
+        rows = []
+        if kind in kinds and settled > after:
+            query = select(*codec.columns, table.c.seq).where(table.c.seq > after, table.c.seq <= settled)
+            if attempt_id is not None:
+                query = query.where(table.c.attempt_id == attempt_id)
+            if run_id is not None:
+                of_run = select(t.attempts.c.id).join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
+                query = query.where(table.c.attempt_id.in_(of_run.where(t.rollouts.c.run_id == run_id)))
+            rows = list(connection.execute(query.order_by(table.c.seq).limit(limit)))
+            if len(rows) == limit:
+                end = min(end, rows[-1][-1])
+        found.append([(row[-1], codec.record(row)) for row in rows])
+    spans, completions, rewards = ([record for seq, record in part if seq <= end] for part in found)
+    return News(end, spans, completions, rewards)
+
+
+def backlog(connection: Connection, run_id: str | None) -> dict[str, int]:
+    """How many rollouts wait and how many run."""
+    of_run = () if run_id is None else (t.rollouts.c.run_id == run_id,)
+    waiting = select(sa.func.count()).select_from(t.rollouts).where(t.queued, *of_run)
+    begun = select(sa.func.count()).select_from(t.attempts).where(t.running)
+    if of_run:
+        begun = begun.join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id).where(*of_run)
+    return {"queued": int(connection.scalar(waiting) or 0), "running": int(connection.scalar(begun) or 0)}

@@ -1,7 +1,7 @@
 """Transactions on one database, and news of them for the threads that wait.
 
-Writers of one process take turns at one lock per file, whichever store object they use: cheaper than losing races at
-the database. Other processes are waited for by the database itself.
+Where a database lets in one writer at a time, those of one process take turns at one lock per file, whichever store
+object they use: cheaper than losing races at the database. Other processes are waited for by the database itself.
 """
 
 from __future__ import annotations
@@ -9,24 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import sqlalchemy as sa
 
 from agentlightning.errors import StoreError
-from agentlightning.store.database import explained, file_of, open_engine
-from agentlightning.store.tables import meta
+from agentlightning.store.database import dialect_of, explained, open_engine
 
 POLL_S = 0.03
 """Seconds after which a waiting thread looks for what other processes wrote."""
-
-_BUMP = (
-    sa.update(meta)
-    .where(meta.c.key == "seq")
-    .values(value=meta.c.value + sa.bindparam("count"))
-    .returning(meta.c.value)
-)
 
 
 class _Door:
@@ -55,21 +48,27 @@ if hasattr(os, "register_at_fork"):
 class Session:
     """An open database. `read` and `write` give a connection inside a transaction."""
 
-    def __init__(self, url: str, create: bool = True) -> None:
-        self.url = url
-        self._file = file_of(url)
-        self._in_memory = self._file is None
-        self._engine = open_engine(url, create)
+    def __init__(self, url: str, create: bool = True, poll_s: float = POLL_S) -> None:
+        self.dialect = dialect_of(url)
+        self.url = self.dialect.url.render_as_string() if self.dialect.url.password else url
+        """Without the password: for people."""
+        self._in_memory = self.dialect.exclusive and self.dialect.file is None
+        self._engine = open_engine(self.dialect, self.url, create)
+        self._poll_s = poll_s
         self._closed = False
         self._attach()
 
     def _attach(self) -> None:
         self._pid = os.getpid()
         with _doors_lock:
-            key = os.path.realpath(self._file) if self._file else f"memory {id(self)}"
-            self._door = _doors.setdefault(key, _Door())
+            self._door = _doors.setdefault(self.dialect.place or f"memory {id(self)}", _Door())
+        self._reader = self.dialect.reader(self._engine)
         self._writer = self._engine.execution_options(agl_write=True)
         self._durable = self._engine.execution_options(agl_write=True, agl_durable=True)
+
+    @property
+    def _turn(self) -> Any:
+        return self._door.lock if self.dialect.exclusive else nullcontext()
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -79,21 +78,40 @@ class Session:
             with self._door.lock, explained(self.url), self._engine.begin() as connection:
                 yield connection
         else:
-            with explained(self.url), self._engine.begin() as connection:
+            with self._tidy(), explained(self.url), self._reader.begin() as connection:
                 yield connection
+
+    @contextmanager
+    def _tidy(self) -> Iterator[None]:
+        """A connection that was in use while the store was closed is closed when it comes back."""
+        pool = self._engine.pool
+        try:
+            yield
+        finally:
+            if self._closed and not self._in_memory:
+                pool.dispose()
 
     @contextmanager
     def write(self, durable: bool = False) -> Iterator[sa.Connection]:
         """Committed when the block ends; all or nothing. `durable`: not even a power cut undoes it."""
         self._check()
         engine = self._durable if durable else self._writer
-        with self._door.lock, explained(self.url), engine.begin() as connection:
+        with self._turn, self._tidy(), explained(self.url), engine.begin() as connection:
             yield connection
 
-    def number(self, connection: sa.Connection, count: int) -> int:
-        """The first of `count` new sequence numbers."""
-        last: int = connection.execute(_BUMP, {"count": count}).scalar_one()
-        return last - count + 1
+    def insert(self, table: sa.Table) -> Any:
+        return self.dialect.insert(table)
+
+    def numbers(self, connection: sa.Connection, count: int) -> Sequence[int]:
+        """`count` new sequence numbers."""
+        return self.dialect.numbers(connection, count)
+
+    def last_number(self) -> int:
+        """No number up to this one will still appear: where a cursor may go."""
+        self._check()
+        lock = self._door.lock if self._in_memory else nullcontext()
+        with lock, self._tidy(), explained(self.url), self._engine.begin() as connection:
+            return self.dialect.last_number(connection)
 
     @property
     def ticks(self) -> int:
@@ -108,13 +126,13 @@ class Session:
     def wait(self, ticks: int, timeout_s: float) -> None:
         """Until a `notify` after `ticks` was read, or until it is time to look at the database again."""
         with self._door.changed:
-            self._door.changed.wait_for(lambda: self._door.ticks != ticks, min(timeout_s, POLL_S))
+            self._door.changed.wait_for(lambda: self._door.ticks != ticks, min(timeout_s, self._poll_s))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.notify()
-            with self._door.lock:
+            with self._turn:
                 self._engine.dispose()
 
     def _check(self) -> None:

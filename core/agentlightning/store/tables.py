@@ -17,6 +17,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Sequence,
     String,
     Table,
     UniqueConstraint,
@@ -28,11 +29,17 @@ from agentlightning.schema import RolloutState
 
 metadata = MetaData()
 
+Sequence("agl_seq", metadata=metadata)
+"""Where PostgreSQL draws numbers from; SQLite has none and counts in `agl_meta`."""
+
 _BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite's row id must be declared INTEGER
 
 
+_TEXT = String().with_variant(String(collation="C"), "postgresql")  # by code point: what `find` relies on
+
+
 def _text(name: str, **options: Any) -> Column[Any]:
-    return Column(name, String, **{"nullable": False, **options})
+    return Column(name, _TEXT, **{"nullable": False, **options})
 
 
 def _int(name: str, **options: Any) -> Column[Any]:
@@ -91,6 +98,7 @@ rollouts = Table(
     _int("priority"),
     _int("attempts"),
     _int("max_attempts"),
+    _text("retry", server_default="{}"),
     _int("created_ns"),
     _int("ended_ns", nullable=True),
     _body(),
@@ -120,6 +128,8 @@ attempts = Table(
 )
 running = attempts.c.outcome.is_(None)
 Index("agl_attempts_leases", attempts.c.lease_until, sqlite_where=running, postgresql_where=running)
+
+workers = Table("agl_workers", metadata, _text("id", primary_key=True), _int("seen_ns"), _body())
 
 spans = Table(
     "agl_spans",
