@@ -10,6 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.conformance")  # else a broken contract says AssertionError and no more
 
+from tests.adapters import replay
 from tests.adapters.world import World
 from tests.fakes.engine import Script
 
@@ -23,3 +24,9 @@ def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
             return stack.enter_context(World(tmp_path, reply))
 
         yield make
+
+
+@pytest.fixture
+def recorded(shared_data: Path) -> Callable[..., replay.Recording]:
+    """`recorded(name, run, of)`: a recorded run by its file's name, or one of several runs in a file."""
+    return lambda name, *part: replay.Recording(shared_data / replay.FOLDER / f"{name}.json", *part)

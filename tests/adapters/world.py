@@ -49,8 +49,9 @@ class Arrival(NamedTuple):
 
 
 class World:
-    def __init__(self, folder: Path, reply: Script | str | None = None) -> None:
-        self.engine = FakeEngine(reply)
+    def __init__(self, folder: Path, reply: Script | str | None = None, engine: Any = None) -> None:
+        """`engine`: something else that answers, such as a recording."""
+        self.engine: Any = engine or FakeEngine(reply)
         self.store = open_store(f"sqlite:///{folder}/world.db")
         self.recorder = Recorder(self.store)
         self._models: list[ChatOpenAI] = []
