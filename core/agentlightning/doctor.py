@@ -7,7 +7,7 @@ at its first rollout and its first step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -72,6 +72,7 @@ _CURES: dict[str, tuple[str, str]] = {
         "The engine sampled nothing: see its log, and whether `max_tokens` leaves room for an answer.",
     ),
     "no_logprobs": ("AGL-D22", "The engine sends no log-probabilities: start it so that `logprobs` is allowed."),
+    "upstream_unreachable": ("AGL-D03", "Start the engine, or correct the address of the endpoint."),
     "over_budget": ("AGL-D25", "Shorten what agents are told, raise the budget, or use a model with a longer context."),
     "stale": ("AGL-D26", "Calls were answered by another policy version: let rollouts end before an update."),
     "mixed_versions": ("AGL-D26", "Weights changed during an answer: hold the policy's calls with `Gateway.paused()`."),
@@ -111,7 +112,10 @@ def cure(ledger: Ledger) -> str:
     """What to do about the commonest reason of a ledger; agents that nobody selected are none where others were."""
     reasons = [r for r, _ in ledger.dropped.most_common() if r != "not_selected" or not ledger.selected]
     reason = reasons[0] if reasons else ""
-    return code_of(reason)[1] if reason in _CURES or reason in _DOUBTFUL else "Look at one rollout with `agl show`."
+    if reason not in _CURES and reason not in _DOUBTFUL:
+        return "Look at one rollout with `agl show`."
+    code, words = code_of(reason)
+    return f"{words} ({code})"
 
 
 def examine(ledger: Ledger, agents: Mapping[str, int], selectors: Sequence[str]) -> list[Finding]:
@@ -172,7 +176,7 @@ def _trainable(ledger: Ledger) -> Iterable[Finding]:
         if reason not in ("not_selected", "unattributed", "superseded", "single", "zero_variance") and calls:
             lost.setdefault(code, []).append(reason)
     order = [code for code in CODES if code >= "AGL-D20" and code != "AGL-D40"]
-    for code in [*(code for code in lost if code not in order), *order]:
+    for code in [*(code for code in CODES if code in lost and code not in order), *order]:
         if code not in lost:
             yield _fine(code, f"{ledger.selected} calls of selected agents")
             continue
@@ -223,7 +227,3 @@ def _error(finding: Finding, ledger: Ledger) -> AgentLightningError:
     return NothingToTrain(
         f"{finding.code}: the first step has no trainable call. {ledger}. {finding.what} {finding.cure}"
     )
-
-
-def faults(findings: Collection[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.level == "fault"]

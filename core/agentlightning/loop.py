@@ -26,6 +26,7 @@ import pluggy
 from agentlightning import doctor, plugins
 from agentlightning.errors import ConfigError, NothingToTrain, PluginError, RolloutError
 from agentlightning.evaluation import Evaluation, evaluation_of
+from agentlightning.explain import notes
 from agentlightning.schema import (
     FINAL_STATES,
     Budget,
@@ -217,6 +218,14 @@ class Loop:
         self._refuse_total_failure(episodes)
         return episodes
 
+    def rehearse(self, task: Task) -> Episode:
+        """Runs a task once and returns what happened, whatever that was."""
+        if self._check:
+            self._check(self._resources)
+        rollout = self._rollout(task, 0, 0, {}, "rehearsal")
+        self._run([rollout])
+        return self.store.episodes([rollout.id])[0]
+
     def _rollout(self, task: Task, index: int, i: int, sampling: dict[str, Any], mode: str) -> Rollout:
         place = (self.run.id, mode, self._number, index, task.id)
         return Rollout(
@@ -318,6 +327,8 @@ class Loop:
             str(checkpoint) if checkpoint else None,
             now_ns(),
         )
+        if self._batch is not None:
+            self.store.add(spans=notes(self._batch.groups, self.run.id, self._number))
         self.store.add_step(step)
         self._forget_last_checkpoint(step)
         self.history.append(step)

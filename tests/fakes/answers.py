@@ -18,7 +18,7 @@ class Fault:
     kind: str
     """`no_ids`, `no_prompt_ids`, `no_logprobs`, `short_logprobs`, `short_ids` (tool deltas without ids in streams),
     `wrong_usage`, `no_usage`, `nan_logprobs`, `empty`, `no_finish`, `bad_json`, `status`, `hang`, `cut`, `slow`,
-    `error_chunk` (streams: an error in the middle)."""
+    `error_chunk` (streams: an error in the middle), `new_weights` (streams: another version from a chunk on)."""
     reply: str | Json = "hello"
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)

@@ -207,6 +207,8 @@ class FakeEngine:
                     return exchange.cut()
                 exchange.chunk(b"data: " + _error("the engine broke", 500) + b"\n\n")
                 break
+            if fault and kind == "new_weights" and sent == fault.after:
+                head["system_fingerprint"] = f"agl-{(version or 0) + 1}"
             if fault and kind == "slow":
                 await asyncio.sleep(fault.delay)
             if self.before_chunk is not None:

@@ -51,6 +51,65 @@ def show(
     print_record(record, store, json)
 
 
+Where = Annotated[str, typer.Argument(help="The program: MODULE:FUNCTION or FILE.py:FUNCTION.", metavar="PROGRAM")]
+TaskText = Annotated[str, typer.Option("--task", help="One task as JSON, or @FILE (JSON, or JSON lines: the first).")]
+EndpointUrl = Annotated[
+    str, typer.Option("--endpoint", help="An OpenAI-compatible server that answers.", metavar="URL")
+]
+ModelName = Annotated[str, typer.Option("--model", help="Its model; without --endpoint, a folder to serve here.")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="AGL_API_KEY", help="Its key.")]
+Reply = Annotated[str, typer.Option("--reply", help="What a stand-in says where there is no model.")]
+TimeLimit = Annotated[float, typer.Option("--timeout", help="Seconds that the program may take.")]
+
+
+@app.command()
+def doctor(
+    program: Where,
+    task: TaskText = "{}",
+    agents: Annotated[str, typer.Option("--agents", help="Agents to train, separated by commas.")] = "*",
+    endpoint: EndpointUrl = "",
+    model: ModelName = "",
+    api_key: ApiKey = "none",
+    reply: Reply = "ok",
+    timeout: TimeLimit = 120.0,
+    json: AsJson = False,
+) -> None:
+    """Run a program once and check all that training needs. Exit code 1 when something keeps it from learning."""
+    from agentlightning.cli.doctor import Answering, print_findings
+
+    print_findings(program, task, agents, Answering(endpoint, model, api_key, reply), timeout, json)
+
+
+@app.command()
+def agents(
+    program: Where,
+    task: TaskText = "{}",
+    endpoint: EndpointUrl = "",
+    model: ModelName = "",
+    api_key: ApiKey = "none",
+    reply: Reply = "ok",
+    timeout: TimeLimit = 120.0,
+    json: AsJson = False,
+) -> None:
+    """Run a program once and list the agents that made calls, by the names that `agents=` takes."""
+    from agentlightning.cli.agents import print_agents
+    from agentlightning.cli.doctor import Answering
+
+    print_agents(program, task, Answering(endpoint, model, api_key, reply), timeout, json)
+
+
+@app.command()
+def explain(
+    record: Annotated[str, typer.Argument(help="Id of a rollout or attempt, or its beginning.", metavar="ID")],
+    store: StoreUrl = DEFAULT_STORE,
+    json: AsJson = False,
+) -> None:
+    """Show how rewards became the advantage of each call, with every rule that applied."""
+    from agentlightning.cli.explain import print_explanation
+
+    print_explanation(record, store, json)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `agl` and ends the process: 0 when done, 2 for an error with its cure on stderr."""
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def print_record(beginning: str, url: str, as_json: bool) -> None:
     with opened(url) as store:
-        found = _one(store, beginning)
+        found = one_record(store, beginning)
         run = next((run for run in store.runs() if run.id == found), None)
         if run is not None:
             from agentlightning.cli.runs import print_run
@@ -23,7 +23,7 @@ def print_record(beginning: str, url: str, as_json: bool) -> None:
             _print_rollout(store, found, as_json)
 
 
-def _one(store: Store, beginning: str) -> str:
+def one_record(store: Store, beginning: str) -> str:
     """The only id that begins so."""
     if not beginning:
         raise StoreError("the id is empty: give an id or its beginning (`agl runs` lists runs).")
