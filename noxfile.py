@@ -30,6 +30,8 @@ MATRIX = {
         ["-W", "ignore:AgentStatePydantic has been moved"],  # langgraph 1.0.0 warns about its own import
     ),
     "langgraph-newest": ("langgraph", "langgraph", [], []),
+    "openai-agents-oldest": ("openai-agents", "openai_agents", ["-c", "constraints/openai-agents-oldest.txt"], []),
+    "openai-agents-newest": ("openai-agents", "openai_agents", [], []),
 }
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from agentlightning.schema import Endpoint, Route
+from tests.fakes import responses
 from tests.fakes.answers import Choice, Fault, as_text, prompt_ids, usage
 from tests.fakes.http import Exchange, Server
 
@@ -123,7 +124,7 @@ class FakeEngine:
         if exchange.path == "/tokenize":
             self.counted += 1
             return exchange.send(200, _json({"count": len(prompt_ids(json.loads(exchange.body)))}))
-        if exchange.path not in ("/v1/chat/completions", "/v1/completions"):
+        if exchange.path not in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
             return exchange.send(404, _error(f"no {exchange.path} here", 404))
         seen = Seen(json.loads(exchange.body), exchange.headers, exchange.path)
         with self._lock:
@@ -153,15 +154,19 @@ class FakeEngine:
         headers = {"x-agl-version": str(version)} if self.stamp in ("header", "both") and version is not None else {}
         if fault is not None and await _breaks(exchange, fault, streaming=bool(body.get("stream"))):
             return
-        if body.get("stream"):
+        if "input" in body:
+            await responses.send(exchange, body, choices[0].message, len(choices[0].ids), next(self._ids))
+        elif body.get("stream"):
             await self._stream(exchange, body, choices, fault, headers, version)
         else:
             exchange.send(200, self._whole(body, choices, fault, version), headers)
 
     def _too_long(self, body: Json) -> bytes | None:
         """vLLM's refusal."""
+        if self.context is None:
+            return None
         prompt = len(prompt_ids(body))
-        if self.context is None or prompt + (body.get("max_tokens") or 1) <= self.context:
+        if prompt + (body.get("max_tokens") or 1) <= self.context:
             return None
         return _error(f"This model's maximum context length is {self.context} tokens; {prompt} in the messages", 400)
 

@@ -1,0 +1,242 @@
+"""Model calls of OpenAI Agents, heard where the SDK itself makes them: `Model.get_response` and `stream_response`.
+
+Every model that the SDK can use is a subclass of `Model`: its own for chat completions and Responses, those of its
+extensions, and the user's. Each has the two methods replaced by ones that open a span, set the scope while the model is
+at work, and tell what came back; so does a class that is made later.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from agentlightning.context import Scope, current, reset_scope, set_scope, surrounding
+from agentlightning.plain import plain
+from agentlightning.schema import Span, SpanKind, leaf
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST_ITEMS = 50
+_MOST_TEXT = 4_000
+_NO_ID = "__fake_id__"
+"""What the SDK calls answers that have no id."""
+_END = object()
+
+
+class Trouble:
+    """Our own failures: logged once, counted, and never seen by the user's program."""
+
+    count = 0
+
+
+def guarded(function: F) -> F:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception:
+            Trouble.count += 1
+            if Trouble.count == 1:
+                logger.exception("%s failed; the program goes on, this event is not in the trace", function.__name__)
+            return None
+
+    return inner  # type: ignore[return-value]
+
+
+class Patches:
+    """Methods that were replaced, and how to put them back."""
+
+    def __init__(self) -> None:
+        self.active = True
+        """False for calls that are still under way after the undo."""
+        self._replaced: list[tuple[weakref.ref[type], str, Any, Any]] = []
+
+    def replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+        """Puts `make(original)` in the place of a method that the class itself has."""
+        original = owner.__dict__[name]
+        ours = make(original)
+        setattr(owner, name, ours)
+        self._replaced.append((weakref.ref(owner), name, original, ours))
+
+    def close(self) -> None:
+        """Puts all back, but for what someone else has replaced since: that one holds ours, which now only passes on."""
+        self.active = False
+        for known, name, original, ours in reversed(self._replaced):
+            owner = known()
+            if owner is None or owner.__dict__.get(name) is not ours:
+                continue
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._replaced.clear()
+
+    def add(self, owner: type, name: str, ours: Any) -> None:
+        """Gives a class a method that it inherited so far."""
+        setattr(owner, name, ours)
+        self._replaced.append((weakref.ref(owner), name, None, owner.__dict__[name]))
+
+
+def hear_models(patches: Patches, base: Any) -> None:
+    """Hears the calls of every subclass of `base`, now and later."""
+    for kind in _subclasses(base):
+        _hear(patches, kind)
+
+    def __init_subclass__(kind: Any, /, **kwargs: Any) -> None:
+        super(base, kind).__init_subclass__(**kwargs)
+        if patches.active:
+            _hear(patches, kind)
+
+    patches.add(base, "__init_subclass__", classmethod(__init_subclass__))
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _hear(patches: Patches, kind: type) -> None:
+    for name, make in (("get_response", _whole), ("stream_response", _streamed)):
+        method = kind.__dict__.get(name)
+        if callable(method) and not getattr(method, "__isabstractmethod__", False):
+            patches.replace(kind, name, functools.partial(make, patches))
+
+
+class Call:
+    """A model call that has begun."""
+
+    def __init__(self, span: Span, scope: Scope) -> None:
+        self._span = span
+        self._recorder = scope.recorder
+        self._said: dict[str, Any] = {}
+        self.scope = scope.inside(span)
+        """In force while the model is at work."""
+
+    @guarded
+    def note(self, usage: Any, response_id: object, model: object = None) -> None:
+        """What came back. A stream that was not asked for its usage counts nothing."""
+        found = {
+            "gen_ai.response.id": response_id if response_id != _NO_ID else None,
+            "gen_ai.response.model": model,
+        }
+        if usage is not None and usage.total_tokens:
+            found["gen_ai.usage.input_tokens"] = usage.input_tokens
+            found["gen_ai.usage.output_tokens"] = usage.output_tokens
+        self._said |= {key: value for key, value in found.items() if value is not None}
+
+    @guarded
+    def hear(self, event: Any) -> None:
+        """The last event of a stream carries the whole response."""
+        if event.type in ("response.completed", "response.incomplete", "response.failed"):
+            self._said["openai_agents.response.status"] = event.type.removeprefix("response.")
+            self.note(event.response.usage, event.response.id, event.response.model)
+
+    @guarded
+    def end(self, error: BaseException | None = None) -> None:
+        if isinstance(error, GeneratorExit):
+            if "openai_agents.response.status" not in self._said:  # else all has been said
+                self._said["agl.stopped_early"] = True
+            error = None
+        if self._recorder is not None:
+            self._recorder.end(self._span, error=error, attributes=self._said)
+
+
+@guarded
+def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """None outside attempts, and for a model that asks another one: that is one call."""
+    scope = surrounding()
+    if scope is None or scope.recorder is None or current() is not scope:
+        return None
+    settings = kwargs.get("model_settings", args[2] if len(args) > 2 else None)
+    name = str(getattr(model, "model", None) or type(model).__name__)
+    told = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": name,
+        "gen_ai.provider.name": "openai" if type(model).__module__.startswith("agents.models.openai_") else None,
+        "gen_ai.agent.name": leaf(scope.path) or None,
+    }
+    for key in ("temperature", "top_p", "max_tokens"):
+        told[f"gen_ai.request.{key}"] = getattr(settings, key, None)
+    given = {key: value for key, value in told.items() if value is not None}
+    return Call(scope.recorder.start(SpanKind.LLM, name, attributes=given, scope=scope), scope)
+
+
+def _whole(patches: Patches, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(original)
+    async def get_response(model: Any, *args: Any, **kwargs: Any) -> Any:
+        call = _begin(model, args, kwargs) if patches.active else None
+        if call is None:
+            return await original(model, *args, **kwargs)
+        token = set_scope(call.scope, lasting=False)
+        try:
+            answer = await original(model, *args, **kwargs)
+        except BaseException as error:
+            call.end(error)
+            raise
+        finally:
+            reset_scope(token)
+        call.note(getattr(answer, "usage", None), getattr(answer, "response_id", None))
+        call.end()
+        return answer
+
+    return get_response
+
+
+def _streamed(patches: Patches, original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    @functools.wraps(original)
+    def stream_response(model: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        events = original(model, *args, **kwargs)
+        return _listen(model, args, kwargs, events) if patches.active else events
+
+    return stream_response
+
+
+async def _listen(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], events: AsyncIterator[Any]
+) -> AsyncIterator[Any]:
+    call = _begin(model, args, kwargs)
+    ended: BaseException | None = None
+    try:
+        steps = aiter(events)
+        while (event := await _step(steps, call)) is not _END:
+            if call is not None:
+                call.hear(event)
+            yield event
+    except BaseException as error:
+        ended = error
+        raise
+    finally:
+        try:
+            if ended is not None and (close := getattr(events, "aclose", None)) is not None:
+                await close()
+        finally:
+            if call is not None:
+                call.end(ended)
+
+
+async def _step(steps: AsyncIterator[Any], call: Call | None) -> Any:
+    """The scope is in force while the model works, not while the consumer does."""
+    if call is None:
+        return await anext(steps, _END)
+    token = set_scope(call.scope, lasting=False)
+    try:
+        return await anext(steps, _END)
+    finally:
+        reset_scope(token)
+
+
+def brief(value: object, depth: int = 4) -> Any:
+    """A look at a value of the user's program, of bounded size and cost."""
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_TEXT else f"{value[:_MOST_TEXT]}... ({len(value)} characters)"
+    if depth > 0 and isinstance(value, Mapping):
+        return {str(key): brief(value[key], depth - 1) for key in list(value)[:_MOST_ITEMS]}
+    if depth > 0 and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [brief(item, depth - 1) for item in value[:_MOST_ITEMS]]
+    return plain(value, depth=2)
