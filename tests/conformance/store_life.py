@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from agentlightning.errors import NotFound, RunInUse, StoreError, Superseded
-from agentlightning.schema import News, Outcome, RolloutState, Worker
+from agentlightning.schema import Outcome, RolloutState
 from agentlightning.store.base import Store
+from agentlightning.store.records import News, Worker
 from tests.conformance.store_records import LONG, ME, RIVAL, begin, completion, reward, rollout, span, state_of
 
 

@@ -111,6 +111,9 @@ def may_import(package: str) -> set[str]:
 
 
 LAZY = {"agentlightning/propagation.py": {"httpx2"}, "agentlightning/results.py": {"matplotlib"}}
+LAZY |= {
+    "agentlightning/store/postgres.py": {"psycopg"},
+}
 """Used where the user's environment has it; never needed."""
 
 

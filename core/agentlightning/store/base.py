@@ -30,7 +30,6 @@ from agentlightning.schema import (
     Attempt,
     Completion,
     Episode,
-    News,
     Outcome,
     Resource,
     Reward,
@@ -39,8 +38,8 @@ from agentlightning.schema import (
     Run,
     Span,
     Step,
-    Worker,
 )
+from agentlightning.store.records import News, Worker
 
 LEASE_S = 30.0
 """Seconds without a sign of life after which an attempt is given up."""

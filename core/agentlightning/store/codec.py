@@ -25,10 +25,10 @@ from agentlightning.schema import (
     Span,
     SpanKind,
     Step,
-    Worker,
     encode,
 )
 from agentlightning.store import tables as t
+from agentlightning.store.records import Worker
 
 T = TypeVar("T")
 

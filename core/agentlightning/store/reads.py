@@ -9,11 +9,12 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, select
 
 from agentlightning.errors import NotFound, StoreError
-from agentlightning.schema import FINAL_STATES, Attempt, Completion, News, Reward, Rollout, Span
+from agentlightning.schema import FINAL_STATES, Attempt, Completion, Reward, Rollout, Span
 from agentlightning.store import queue
 from agentlightning.store import tables as t
 from agentlightning.store.codec import ATTEMPT, COMPLETION, REWARD, ROLLOUT, SPAN, Codec
 from agentlightning.store.queue import chunks
+from agentlightning.store.records import News
 
 _ids: sa.BindParameter[Any] = sa.bindparam("ids", expanding=True)
 _KNOWN_ATTEMPTS = select(t.attempts.c.id).where(t.attempts.c.id.in_(_ids))

@@ -10,10 +10,11 @@ import sqlalchemy as sa
 from sqlalchemy import select
 
 from agentlightning.errors import RewardError
-from agentlightning.schema import Completion, Episode, News, Reward, Span
+from agentlightning.schema import Completion, Episode, Reward, Span
 from agentlightning.store import queue, reads, retention
 from agentlightning.store import tables as t
 from agentlightning.store.codec import COMPLETION, REWARD, SPAN
+from agentlightning.store.records import News
 from agentlightning.store.sql_base import SqlBase
 
 

@@ -10,12 +10,13 @@ import sqlalchemy as sa
 from sqlalchemy import select, update
 
 from agentlightning.errors import NotFound, RunInUse, StoreError
-from agentlightning.schema import Resource, Run, Step, Worker, new_id, now_ns
+from agentlightning.schema import Resource, Run, Step, new_id, now_ns
 from agentlightning.store import queue, reads
 from agentlightning.store import tables as t
 from agentlightning.store.base import LEASE_S
 from agentlightning.store.codec import RESOURCE, RUN, STEP, WORKER
 from agentlightning.store.owners import refuse_rival
+from agentlightning.store.records import Worker
 from agentlightning.store.sql_base import SqlBase
 
 
