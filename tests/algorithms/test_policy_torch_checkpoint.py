@@ -54,6 +54,16 @@ def test_adapters_reload_in_plain_peft(model: Path, tmp_path: Path, save_base: b
     assert config["r"] == 3 and config["base_model_name_or_path"] == str(model)
 
 
+def test_what_a_killed_saver_left_is_gone_after_the_next_save(model: Path, tmp_path: Path) -> None:
+    """Its own leftovers only: those of another checkpoint may still be written."""
+    for name in (".step[1].12.part", ".step[1].12.old", ".step[11].12.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    save(weights_of(model), tmp_path / "step[1]")
+    assert {path.name for path in tmp_path.iterdir()} == {"step[1]", ".step[11].12.part"}
+    assert not (tmp_path / "step[1]" / "half").exists()
+
+
 def test_an_adapter_that_is_not_trained_is_saved_byte_for_byte(model: Path, tmp_path: Path) -> None:
     first = trained(model, "a", "b")
     save(first, tmp_path / "one")

@@ -6,6 +6,7 @@ the tokenizer, `optimizer.safetensors`, and `policy.json`, which is `State`.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -155,11 +156,18 @@ def _atomic(folder: Path) -> Iterator[Path]:
         if folder.exists():
             folder.rename(old)
         made.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        for left in _leftovers(folder):
+            shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         raise PolicyError(f"cannot save the policy to {folder}: {error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    """What was there before, and what savers of the same folder left that were killed."""
+    name = glob.escape(f".{folder.name}.")
+    return [path for end in ("part", "old") for path in folder.parent.glob(f"{name}*.{end}")]
 
 
 def _sync(folder: Path) -> None:
