@@ -1,3 +1,5 @@
+"""Trainers that are closed at the end of the test that made them."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
