@@ -107,11 +107,16 @@ def may_import(package: str) -> set[str]:
         asked += [name for extra in PROJECT["project"]["optional-dependencies"].values() for name in extra]
     names = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in asked}
     spelled = {module for module in sys.stdlib_module_names}
-    return spelled | {name.lower().replace("-", "_") for name in names}
+    return spelled | {IMPORTED_AS.get(name, name.lower().replace("-", "_")) for name in names}
 
 
-LAZY = {"agentlightning/propagation.py": {"httpx2"}, "agentlightning/results.py": {"matplotlib"}}
-LAZY |= {
+IMPORTED_AS = {"openai-agents": "agents"}
+"""Distributions whose module has another name."""
+
+
+LAZY = {
+    "agentlightning/propagation.py": {"httpx2"},
+    "agentlightning/results.py": {"matplotlib"},
     "agentlightning/store/postgres.py": {"psycopg"},
 }
 """Used where the user's environment has it; never needed."""
