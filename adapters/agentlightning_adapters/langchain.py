@@ -9,11 +9,9 @@ the graphs around it: `team/writer`.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 from weakref import WeakValueDictionary
 
@@ -25,17 +23,11 @@ from langchain_core.tracers.context import register_configure_hook
 
 from agentlightning.context import Scope, Token, reset_scope, set_scope, surrounding
 from agentlightning.hooks import hookimpl
-from agentlightning.plain import plain
+from agentlightning.listening import guarded
+from agentlightning.plain import brief, plain
 from agentlightning.recorder import Recorder
 from agentlightning.schema import Span, SpanKind, leaf
 from agentlightning_adapters.langgraph_place import Place, goals
-
-logger = logging.getLogger(__name__)
-
-_MOST_ITEMS = 50
-_MOST_TEXT = 4_000
-
-F = TypeVar("F", bound=Callable[..., None])
 
 
 class Run:
@@ -75,21 +67,6 @@ _runs: WeakValueDictionary[UUID, Run] = WeakValueDictionary()
 """Finds an open run from any handler, thread and context; the attempt's memory is what keeps it alive."""
 
 
-def _guarded(method: F) -> F:
-    """Our own failures are logged once and counted; the user's program never sees them."""
-
-    @functools.wraps(method)
-    def guarded(self: LangChainCallback, *args: Any, **kwargs: Any) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            type(self).failures += 1
-            if type(self).failures == 1:
-                logger.exception("%s failed; the program goes on, this event is not in the trace", method.__name__)
-
-    return guarded  # type: ignore[return-value]
-
-
 class LangChainCallback(BaseCallbackHandler):
     """The handler to pass as `config={"callbacks": [...]}`. It has no state: one may serve any number of rollouts."""
 
@@ -99,13 +76,10 @@ class LangChainCallback(BaseCallbackHandler):
     ignore_retry = True
     ignore_custom_event = True
 
-    failures = 0
-    """Events that we failed to record, in this process."""
-
     def __init__(self) -> None:
         self.active = True
 
-    @_guarded
+    @guarded
     def on_chain_start(
         self,
         serialized: dict[str, Any] | None,
@@ -127,13 +101,13 @@ class LangChainCallback(BaseCallbackHandler):
         if run.place.depth > outer.depth or (forced and parent_run_id is not None):
             run.token = set_scope(run.scope)  # nodes only: a graph that is left half-way would stay in force
 
-    @_guarded
+    @guarded
     def on_chat_model_start(
         self, serialized: dict[str, Any] | None, messages: list[list[BaseMessage]], **kwargs: Any
     ) -> None:
         self._call(kwargs, "chat")
 
-    @_guarded
+    @guarded
     def on_llm_start(self, serialized: dict[str, Any] | None, prompts: list[str], **kwargs: Any) -> None:
         self._call(kwargs, "text_completion")
 
@@ -146,7 +120,7 @@ class LangChainCallback(BaseCallbackHandler):
         self._open(run, SpanKind.LLM, str(attributes.get("gen_ai.request.model", "model")), attributes)
         run.token = set_scope(run.scope, lasting=False)
 
-    @_guarded
+    @guarded
     def on_tool_start(
         self,
         serialized: dict[str, Any] | None,
@@ -167,44 +141,44 @@ class LangChainCallback(BaseCallbackHandler):
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": name,
             "gen_ai.tool.call.id": said.get("tool_call_id"),
-            "gen_ai.tool.call.arguments": brief(inputs if inputs is not None else input_str),
+            "gen_ai.tool.call.arguments": brief(inputs if inputs is not None else input_str, convert=_look),
         }
         self._open(run, SpanKind.TOOL, name, attributes)
         run.token = set_scope(run.scope)
 
-    @_guarded
+    @guarded
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:
         run = _runs.get(run_id)
         if run is not None:
             _hand_over(run, outputs)
-            self._close(run, attributes={"output": brief(outputs)} if run.span else None)
+            self._close(run, attributes={"output": brief(outputs, convert=_look)} if run.span else None)
 
-    @_guarded
+    @guarded
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:
         run = _runs.get(run_id)
         if run is not None:
             self._close(run, attributes=_response(response))
 
-    @_guarded
+    @guarded
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:
         run = _runs.get(run_id)
         if run is None:
             return
-        attributes = {"gen_ai.tool.call.result": brief(getattr(output, "content", output))}
+        attributes = {"gen_ai.tool.call.result": brief(getattr(output, "content", output), convert=_look)}
         if call_id := getattr(output, "tool_call_id", None):
             attributes["gen_ai.tool.call.id"] = call_id
         failed = getattr(output, "status", None) == "error"
         self._close(run, f"tool error: {plain(getattr(output, 'content', ''))}"[:2000] if failed else None, attributes)
 
-    @_guarded
+    @guarded
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         self._fail(run_id, error)
 
-    @_guarded
+    @guarded
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         self._fail(run_id, error)
 
-    @_guarded
+    @guarded
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:
         self._fail(run_id, error)
 
@@ -344,20 +318,13 @@ def _response(response: LLMResult) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in (None, [])}
 
 
-def brief(value: object, depth: int = 4) -> Any:
-    """A look at a value of the user's program, of bounded size and cost."""
-    if isinstance(value, BaseMessage):
-        look = {"type": value.type, "content": brief(value.content, depth - 1)}
-        calls = getattr(value, "tool_calls", None)
-        return {**look, "tool_calls": brief(calls, depth - 1)} if calls else look
-    if isinstance(value, str):
-        return value if len(value) <= _MOST_TEXT else f"{value[:_MOST_TEXT]}... ({len(value)} characters)"
-    if depth > 0 and isinstance(value, Mapping):
-        return {str(key): brief(value[key], depth - 1) for key in list(value)[:_MOST_ITEMS]}
-    if depth > 0 and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        more = [f"... ({len(value)} items)"] if len(value) > _MOST_ITEMS else []
-        return [brief(item, depth - 1) for item in value[:_MOST_ITEMS]] + more
-    return plain(value, 0)
+def _look(value: object) -> object:
+    """Messages as what matters in them."""
+    if not isinstance(value, BaseMessage):
+        return value
+    look = {"type": value.type, "content": value.content}
+    calls = getattr(value, "tool_calls", None)
+    return {**look, "tool_calls": calls} if calls else look
 
 
 @hookimpl

@@ -8,45 +8,20 @@ the span adds model, usage, finish reasons and errors. A call that another adapt
 from __future__ import annotations
 
 import functools
-import logging
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from openai import AsyncStream, Stream
 from openai._base_client import AsyncAPIClient, SyncAPIClient
 
 from agentlightning.context import Scope, current, reset_scope, set_scope, surrounding
 from agentlightning.hooks import hookimpl
+from agentlightning.listening import Installation, Patches, guarded
 from agentlightning.schema import Span, SpanKind, leaf
-
-logger = logging.getLogger(__name__)
 
 OPERATIONS = {"/chat/completions": "chat", "/responses": "chat", "/completions": "text_completion"}
 """The endpoints that are model calls, and what OpenTelemetry calls them."""
 _SETTINGS = ("temperature", "top_p", "seed", "max_tokens")
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Trouble:
-    """Our own failures: logged once, counted, and never seen by the user's program."""
-
-    count = 0
-
-
-def _guarded(function: F) -> F:
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception:
-            Trouble.count += 1
-            if Trouble.count == 1:
-                logger.exception("%s failed; the program goes on, this call is not in the trace", function.__name__)
-            return None
-
-    return inner  # type: ignore[return-value]
 
 
 class Call:
@@ -59,17 +34,17 @@ class Call:
         self.told: dict[str, Any] = {}
         self.token = set_scope(scope.inside(span), lasting=False)
 
-    @_guarded
+    @guarded
     def sent(self) -> None:
         """The request is answered: what the program does now is not inside the call."""
         reset_scope(self.token)
 
-    @_guarded
+    @guarded
     def heard(self, answer: object) -> None:
         """Notes what an answer, or a piece of a streamed one, says."""
         self.told |= _response(answer)
 
-    @_guarded
+    @guarded
     def end(self, error: BaseException | None = None, early: bool = False) -> None:
         reset_scope(self.token)
         if self.scope.recorder is not None:
@@ -77,7 +52,7 @@ class Call:
             self.scope.recorder.end(self.span, error=error, attributes=told)
 
 
-@_guarded
+@guarded
 def _begin(options: Any) -> Call | None:
     """The call that these options of a request make; None where there is nothing to record, or another does."""
     operation = OPERATIONS.get(options.url) if options.method.lower() == "post" else None
@@ -165,10 +140,10 @@ def _answered(call: Call, answer: Any) -> None:
     call.end()
 
 
-def _request(original: Callable[..., Any]) -> Callable[..., Any]:
+def _request(patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
-        call = _begin(options) if _installed else None
+        call = _begin(options) if patches.active else None
         if call is None:
             return original(self, cast_to, options, **kwargs)
         try:
@@ -182,10 +157,10 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
     return request
 
 
-def _request_async(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _request_async(patches: Patches, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(original)
     async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
-        call = _begin(options) if _installed else None
+        call = _begin(options) if patches.active else None
         if call is None:
             return await original(self, cast_to, options, **kwargs)
         try:
@@ -222,38 +197,18 @@ def _stop(stream: Any) -> None:
         pieces.stop()
 
 
-_DOORS: list[tuple[type, str, Callable[[Any], Any]]] = [
-    (SyncAPIClient, "request", _request),
-    (AsyncAPIClient, "request", _request_async),
-    (Stream, "close", _close),
-    (AsyncStream, "close", _close_async),
-]
+def listen(patches: Patches) -> None:
+    """Puts our ears into the SDK."""
+    patches.replace(SyncAPIClient, "request", functools.partial(_request, patches))
+    patches.replace(AsyncAPIClient, "request", functools.partial(_request_async, patches))
+    patches.replace(Stream, "close", _close)
+    patches.replace(AsyncStream, "close", _close_async)
 
-_lock = threading.Lock()
-_installed = 0
-_replaced: list[tuple[type, str, Any, Any]] = []
+
+_installation = Installation(listen)
 
 
 @hookimpl
 def agl_install() -> Callable[[], None]:
     """Listens to every OpenAI client of this process; returns the undo."""
-    global _installed
-    with _lock:
-        _installed += 1
-        if not _replaced:
-            for owner, name, wrap in _DOORS:
-                original = vars(owner)[name]
-                setattr(owner, name, wrap(original))
-                _replaced.append((owner, name, original, vars(owner)[name]))
-    return _undo
-
-
-def _undo() -> None:
-    global _installed
-    with _lock:
-        _installed -= 1
-        if _installed == 0:
-            for owner, name, original, ours in reversed(_replaced):
-                if vars(owner).get(name) is ours:  # else someone has wrapped ours, which now only passes on
-                    setattr(owner, name, original)
-            _replaced.clear()
+    return _installation.add()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -26,8 +25,10 @@ from agents.tracing.spans import NoOpSpan, SpanImpl
 
 from agentlightning.context import Scope, Token, join, reset_scope, set_scope, surrounding
 from agentlightning.hooks import hookimpl
+from agentlightning.listening import Installation, Patches, guarded
+from agentlightning.plain import brief
 from agentlightning.schema import DEFAULT_AGENT, Span, SpanKind, leaf
-from agentlightning_adapters.openai_agents_models import Patches, brief, guarded, hear_models
+from agentlightning_adapters.openai_agents_models import hear_models
 
 _HEARD = "_agl_heard"
 """The attribute of an SDK span that is open and heard; it goes with the span."""
@@ -214,72 +215,58 @@ def _note_call(context: Any) -> None:
         heard.span.attributes.setdefault("gen_ai.tool.call.id", context.tool_call_id)
 
 
-class Listener(Patches):
-    """Our ears in the SDK: there once, however often we are installed."""
-
-    def open(self) -> None:
-        for kind in (SpanImpl, NoOpSpan):
-            self.replace(kind, "start", self._starting)
-            self.replace(kind, "finish", self._finishing)
-            self.replace(kind, "set_error", self._failing)
-        self.replace(ToolContext, "from_agent_context", self._calling)
-        hear_models(self, Model)
-
-    def _starting(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def start(span: Any, mark_as_current: bool = False) -> None:
-            original(span, mark_as_current)
-            if mark_as_current and self.active:
-                _begin(span)
-
-        return start
-
-    def _finishing(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def finish(span: Any, reset_current: bool = False) -> None:
-            _end(span)
-            original(span, reset_current)
-
-        return finish
-
-    def _failing(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def set_error(span: Any, error: Any) -> None:
-            _note_error(span, error)
-            original(span, error)
-
-        return set_error
-
-    def _calling(self, original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
-        @functools.wraps(original.__func__)
-        def from_agent_context(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            context = original.__func__(kind, *args, **kwargs)
-            _note_call(context)
-            return context
-
-        return classmethod(from_agent_context)
+def listen(patches: Patches) -> None:
+    """Puts our ears into the SDK."""
+    for kind in (SpanImpl, NoOpSpan):
+        patches.replace(kind, "start", functools.partial(_starting, patches))
+        patches.replace(kind, "finish", _finishing)
+        patches.replace(kind, "set_error", _failing)
+    patches.replace(ToolContext, "from_agent_context", _calling)
+    hear_models(patches, Model)
 
 
-_lock = threading.Lock()
-_listeners: list[Listener] = []
-_installed = 0
+def _starting(patches: Patches, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def start(span: Any, mark_as_current: bool = False) -> None:
+        original(span, mark_as_current)
+        if mark_as_current and patches.active:
+            _begin(span)
+
+    return start
+
+
+def _finishing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def finish(span: Any, reset_current: bool = False) -> None:
+        _end(span)
+        original(span, reset_current)
+
+    return finish
+
+
+def _failing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_error(span: Any, error: Any) -> None:
+        _note_error(span, error)
+        original(span, error)
+
+    return set_error
+
+
+def _calling(original: classmethod[Any, ..., Any]) -> classmethod[Any, ..., Any]:
+    @functools.wraps(original.__func__)
+    def from_agent_context(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        context = original.__func__(kind, *args, **kwargs)
+        _note_call(context)
+        return context
+
+    return classmethod(from_agent_context)
+
+
+_installation = Installation(listen)
 
 
 @hookimpl
 def agl_install() -> Callable[[], None]:
     """Listens to every run of the SDK in this process; returns the undo."""
-    global _installed
-    with _lock:
-        _installed += 1
-        if not _listeners:
-            _listeners.append(Listener())
-            _listeners[0].open()
-    return _undo
-
-
-def _undo() -> None:
-    global _installed
-    with _lock:
-        _installed -= 1
-        if _installed == 0:
-            _listeners.pop().close()
+    return _installation.add()

@@ -8,78 +8,16 @@ at work, and tell what came back; so does a class that is made later.
 from __future__ import annotations
 
 import functools
-import logging
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 from agentlightning.context import Scope, current, reset_scope, set_scope, surrounding
-from agentlightning.plain import plain
+from agentlightning.listening import Patches, guarded
 from agentlightning.schema import Span, SpanKind, leaf
 
-logger = logging.getLogger(__name__)
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_MOST_ITEMS = 50
-_MOST_TEXT = 4_000
 _NO_ID = "__fake_id__"
 """What the SDK calls answers that have no id."""
 _END = object()
-
-
-class Trouble:
-    """Our own failures: logged once, counted, and never seen by the user's program."""
-
-    count = 0
-
-
-def guarded(function: F) -> F:
-    @functools.wraps(function)
-    def inner(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception:
-            Trouble.count += 1
-            if Trouble.count == 1:
-                logger.exception("%s failed; the program goes on, this event is not in the trace", function.__name__)
-            return None
-
-    return inner  # type: ignore[return-value]
-
-
-class Patches:
-    """Methods that were replaced, and how to put them back."""
-
-    def __init__(self) -> None:
-        self.active = True
-        """False for calls that are still under way after the undo."""
-        self._replaced: list[tuple[weakref.ref[type], str, Any, Any]] = []
-
-    def replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
-        """Puts `make(original)` in the place of a method that the class itself has."""
-        original = owner.__dict__[name]
-        ours = make(original)
-        setattr(owner, name, ours)
-        self._replaced.append((weakref.ref(owner), name, original, ours))
-
-    def close(self) -> None:
-        """Puts all back, but for what someone else has replaced since: that one holds ours, which now only passes on."""
-        self.active = False
-        for known, name, original, ours in reversed(self._replaced):
-            owner = known()
-            if owner is None or owner.__dict__.get(name) is not ours:
-                continue
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        self._replaced.clear()
-
-    def add(self, owner: type, name: str, ours: Any) -> None:
-        """Gives a class a method that it inherited so far."""
-        setattr(owner, name, ours)
-        self._replaced.append((weakref.ref(owner), name, None, owner.__dict__[name]))
 
 
 def hear_models(patches: Patches, base: Any) -> None:
@@ -229,14 +167,3 @@ async def _step(steps: AsyncIterator[Any], call: Call | None) -> Any:
         return await anext(steps, _END)
     finally:
         reset_scope(token)
-
-
-def brief(value: object, depth: int = 4) -> Any:
-    """A look at a value of the user's program, of bounded size and cost."""
-    if isinstance(value, str):
-        return value if len(value) <= _MOST_TEXT else f"{value[:_MOST_TEXT]}... ({len(value)} characters)"
-    if depth > 0 and isinstance(value, Mapping):
-        return {str(key): brief(value[key], depth - 1) for key in list(value)[:_MOST_ITEMS]}
-    if depth > 0 and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [brief(item, depth - 1) for item in value[:_MOST_ITEMS]]
-    return plain(value, depth=2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+_MOST_ITEMS = 50
+_MOST_TEXT = 4_000
 
 
 def plain(value: object, depth: int = 8) -> Any:
@@ -28,3 +31,16 @@ def plain(value: object, depth: int = 8) -> Any:
         return repr(value)[:2000].encode("utf-8", "replace").decode()
     except Exception as error:  # noqa: BLE001  # a user's __repr__ may do anything
         return f"<{type(value).__name__}: repr failed: {type(error).__name__}>"
+
+
+def brief(value: object, depth: int = 4, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A look at a value of the user's program, of bounded size and cost. `convert` sees each part of it first."""
+    value = convert(value)
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_TEXT else f"{value[:_MOST_TEXT]}... ({len(value)} characters)"
+    if depth > 0 and isinstance(value, Mapping):
+        return {str(key): brief(value[key], depth - 1, convert) for key in list(value)[:_MOST_ITEMS]}
+    if depth > 0 and isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        more = [f"... ({len(value)} items)"] if len(value) > _MOST_ITEMS else []
+        return [brief(item, depth - 1, convert) for item in value[:_MOST_ITEMS]] + more
+    return plain(value, 0)

@@ -68,8 +68,8 @@ class Runner:
     """Runs `program` on the rollouts of `run_id`, at most `concurrency` at once, until `stop`.
 
     `barrier` returns when all model calls that were answered are committed; `on_cancel(attempt_id)` makes the gateway
-    refuse the attempt's further calls, and is called when its program ends, however it does. Both are called from threads of the runner. Raises RolloutError for a program
-    that cannot be run.
+    refuse the attempt's further calls, and is called when its program ends, however it does. Both are called from threads
+    of the runner. Raises RolloutError for a program that cannot be run.
     """
 
     def __init__(

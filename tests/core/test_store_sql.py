@@ -192,6 +192,23 @@ def test_another_schema_version_says_what_to_do(url: str, file: Path, version: i
         open_store(url)
 
 
+def test_a_store_of_the_release_before_is_taken_up_with_all_that_is_in_it(url: str, file: Path) -> None:
+    store = open_store(url)
+    begin(store)
+    before = store.rollouts()
+    store.close()
+    with sqlite3.connect(file) as connection:  # as version 1 had it
+        connection.execute("ALTER TABLE agl_rollouts DROP COLUMN retry")
+        connection.execute("DROP TABLE agl_workers")
+        connection.execute("UPDATE agl_meta SET value = 1 WHERE key = 'schema_version'")
+    connection.close()
+    store = open_store(url)
+    assert store.rollouts() == before and store.workers() == []
+    store.enqueue([rollout("new", retry={"timeout": 1})])
+    assert store.rollouts(ids=["new"])[0].retry == {"timeout": 1}
+    store.close()
+
+
 def test_a_locked_database_is_waited_for_and_then_named(file: Path, url: str) -> None:
     store = open_store(url + "?timeout=0.05")
     rival = sqlite3.connect(file, isolation_level=None)

@@ -14,6 +14,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import context
+from agentlightning.listening import Trouble
 from agentlightning.schema import SpanKind
 from tests.fakes.engine import Fault
 
@@ -243,12 +244,12 @@ def test_our_own_failures_never_reach_the_program(world, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("recorder broke")
 
-    monkeypatch.setattr(adapter.LangChainCallback, "failures", 0)
+    monkeypatch.setattr(Trouble, "count", 0)
     with w.attempt(), caplog.at_level(logging.WARNING):
         expected = graph.invoke(programs.start())
         monkeypatch.setattr(w.recorder, "start", broken)
         assert graph.invoke(programs.start(), config=listening()) == expected
-    assert adapter.LangChainCallback.failures >= 4
+    assert Trouble.count >= 4
     assert [r.levelname for r in caplog.records if "recorder broke" in (r.exc_text or r.message)] == ["ERROR"]
 
 
@@ -260,7 +261,7 @@ def test_ends_without_a_start_are_ignored(world):
 
     w = world()
     handler = agl.callback("langgraph")
-    before = adapter.LangChainCallback.failures
+    before = Trouble.count
     with w.attempt() as scope:
         handler.on_llm_end(LLMResult(generations=[]), run_id=uuid.uuid4())
         handler.on_llm_error(ValueError(), run_id=uuid.uuid4())
@@ -269,7 +270,7 @@ def test_ends_without_a_start_are_ignored(world):
         handler.on_tool_error(ValueError(), run_id=uuid.uuid4())
         handler.on_chain_error(ValueError(), run_id=uuid.uuid4())
     assert w.spans(scope) == []
-    assert adapter.LangChainCallback.failures == before
+    assert Trouble.count == before
 
 
 def test_b101_a_start_without_an_end_goes_with_its_attempt(world):

@@ -12,6 +12,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import context
 from agentlightning.context import Scope
+from agentlightning.listening import Trouble
 from agentlightning.recorder import Recorder
 from agentlightning.schema import SpanKind
 from tests.fakes.engine import Fault
@@ -227,12 +228,12 @@ def test_our_own_failures_never_reach_the_program(world, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("recorder broke")
 
-    monkeypatch.setattr(adapter.Trouble, "count", 0)
+    monkeypatch.setattr(Trouble, "count", 0)
     with w.attempt(), programs.client(w) as client, caplog.at_level(logging.WARNING):
         monkeypatch.setattr(w.recorder, "start", broken)
         for _ in range(2):
             assert programs.ask(client, "hi").choices[0].message.content == "four"
-    assert adapter.Trouble.count == 2
+    assert Trouble.count == 2
     assert len([record for record in caplog.records if "recorder broke" in (record.exc_text or "")]) == 1
 
 
