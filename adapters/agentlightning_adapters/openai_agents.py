@@ -25,9 +25,9 @@ from agents.tracing.spans import NoOpSpan, SpanImpl
 
 from agentlightning.context import Scope, Token, join, reset_scope, set_scope, surrounding
 from agentlightning.hooks import hookimpl
-from agentlightning.listening import Installation, Patches, guarded
+from agentlightning.listening import Installation, Patches, guarded, path_of
 from agentlightning.plain import brief
-from agentlightning.schema import DEFAULT_AGENT, Span, SpanKind, leaf
+from agentlightning.schema import Span, SpanKind, leaf
 from agentlightning_adapters.openai_agents_models import hear_models
 
 _HEARD = "_agl_heard"
@@ -113,7 +113,7 @@ def _begin(span: Any) -> None:
 
 
 def _agent(data: Any, scope: Scope) -> Heard:
-    name, told = _name(data.name), {"gen_ai.operation.name": "invoke_agent"}
+    name, told = path_of(data.name), {"gen_ai.operation.name": "invoke_agent"}
     place, handed = Place(scope.path, (name,)), _handed.get()
     _handed.set(None)
     if handed is not None and (handed.goal, handed.trace) == (name, _run()) and handed.scope.memory is scope.memory:
@@ -141,11 +141,6 @@ def _start(kind: SpanKind, name: str, path: str, told: dict[str, Any], scope: Sc
         told["gen_ai.agent.name"] = leaf(path)
     assert scope.recorder is not None  # as `_begin` made sure of
     return scope.recorder.start(kind, name, path=path, attributes=told, scope=scope)
-
-
-def _name(said: object) -> str:
-    """An agent's name as a path: `/` is a level, as everywhere."""
-    return join(*(part.strip() for part in str(said).split("/"))) or DEFAULT_AGENT
 
 
 @guarded
@@ -176,7 +171,7 @@ def _hand_over(data: Any) -> None:
     """The taker is known only when the hand-off is over."""
     giver = _around()
     if giver is not None and giver.place is not None and data.to_agent is not None:
-        giver.goal = _name(data.to_agent)
+        giver.goal = path_of(data.to_agent)
 
 
 def _said(data: Any) -> dict[str, Any]:

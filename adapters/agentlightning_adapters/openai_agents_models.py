@@ -8,46 +8,27 @@ at work, and tell what came back; so does a class that is made later.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from agentlightning.context import Scope, current, reset_scope, set_scope, surrounding
-from agentlightning.listening import Patches, guarded
+from agentlightning.context import Scope, current, surrounding
+from agentlightning.listening import Patches, attend, guarded, hear_subclasses, relay
 from agentlightning.schema import Span, SpanKind, leaf
 
 _NO_ID = "__fake_id__"
 """What the SDK calls answers that have no id."""
-_END = object()
 
 
 def hear_models(patches: Patches, base: Any) -> None:
     """Hears the calls of every subclass of `base`, now and later."""
-    for kind in _subclasses(base):
-        _hear(patches, kind)
-
-    def __init_subclass__(kind: Any, /, **kwargs: Any) -> None:
-        super(base, kind).__init_subclass__(**kwargs)
-        if patches.active:
-            _hear(patches, kind)
-
-    patches.add(base, "__init_subclass__", classmethod(__init_subclass__))
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
-def _hear(patches: Patches, kind: type) -> None:
-    for name, make in (("get_response", _whole), ("stream_response", _streamed)):
-        method = kind.__dict__.get(name)
-        if callable(method) and not getattr(method, "__isabstractmethod__", False):
-            patches.replace(kind, name, functools.partial(make, patches))
+    whole, streamed = functools.partial(_whole, patches), functools.partial(_streamed, patches)
+    hear_subclasses(patches, base, {"get_response": whole, "stream_response": streamed})
 
 
 class Call:
     """A model call that has begun."""
+
+    lasting = False
 
     def __init__(self, span: Span, scope: Scope) -> None:
         self._span = span
@@ -70,8 +51,10 @@ class Call:
 
     @guarded
     def hear(self, event: Any) -> None:
-        """The last event of a stream carries the whole response."""
-        if event.type in ("response.completed", "response.incomplete", "response.failed"):
+        """A response, or a step of a stream: the last one carries the whole response."""
+        if not hasattr(event, "type"):
+            self.note(getattr(event, "usage", None), getattr(event, "response_id", None))
+        elif event.type in ("response.completed", "response.incomplete", "response.failed"):
             self._said["openai_agents.response.status"] = event.type.removeprefix("response.")
             self.note(event.response.usage, event.response.id, event.response.model)
 
@@ -109,19 +92,7 @@ def _whole(patches: Patches, original: Callable[..., Awaitable[Any]]) -> Callabl
     @functools.wraps(original)
     async def get_response(model: Any, *args: Any, **kwargs: Any) -> Any:
         call = _begin(model, args, kwargs) if patches.active else None
-        if call is None:
-            return await original(model, *args, **kwargs)
-        token = set_scope(call.scope, lasting=False)
-        try:
-            answer = await original(model, *args, **kwargs)
-        except BaseException as error:
-            call.end(error)
-            raise
-        finally:
-            reset_scope(token)
-        call.note(getattr(answer, "usage", None), getattr(answer, "response_id", None))
-        call.end()
-        return answer
+        return await attend(lambda: original(model, *args, **kwargs), call)
 
     return get_response
 
@@ -130,40 +101,6 @@ def _streamed(patches: Patches, original: Callable[..., AsyncIterator[Any]]) -> 
     @functools.wraps(original)
     def stream_response(model: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         events = original(model, *args, **kwargs)
-        return _listen(model, args, kwargs, events) if patches.active else events
+        return relay(events, lambda: _begin(model, args, kwargs)) if patches.active else events
 
     return stream_response
-
-
-async def _listen(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], events: AsyncIterator[Any]
-) -> AsyncIterator[Any]:
-    call = _begin(model, args, kwargs)
-    ended: BaseException | None = None
-    try:
-        steps = aiter(events)
-        while (event := await _step(steps, call)) is not _END:
-            if call is not None:
-                call.hear(event)
-            yield event
-    except BaseException as error:
-        ended = error
-        raise
-    finally:
-        try:
-            if ended is not None and (close := getattr(events, "aclose", None)) is not None:
-                await close()
-        finally:
-            if call is not None:
-                call.end(ended)
-
-
-async def _step(steps: AsyncIterator[Any], call: Call | None) -> Any:
-    """The scope is in force while the model works, not while the consumer does."""
-    if call is None:
-        return await anext(steps, _END)
-    token = set_scope(call.scope, lasting=False)
-    try:
-        return await anext(steps, _END)
-    finally:
-        reset_scope(token)

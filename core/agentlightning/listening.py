@@ -10,12 +10,17 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from agentlightning.context import Scope, join, reset_scope, set_scope
+from agentlightning.schema import DEFAULT_AGENT
 
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+_END: Any = object()
 
 
 class Trouble:
@@ -104,3 +109,97 @@ class Installation:
             if self._users == 0 and self._patches is not None:
                 self._patches.close()
                 self._patches = None
+
+
+def hear_subclasses(patches: Patches, base: Any, methods: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replaces methods, by name, in every subclass of `base` that has its own, now and when a class is made later."""
+
+    def hear(kind: type) -> None:
+        for name, make in methods.items():
+            method = kind.__dict__.get(name)
+            if callable(method) and not getattr(method, "__isabstractmethod__", False):
+                patches.replace(kind, name, make)
+
+    def __init_subclass__(kind: Any, /, **kwargs: Any) -> None:
+        super(base, kind).__init_subclass__(**kwargs)
+        if patches.active:
+            hear(kind)
+
+    for kind in dict.fromkeys(_subclasses(base)):
+        hear(kind)
+    patches.add(base, "__init_subclass__", classmethod(__init_subclass__))
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+class Ear(Protocol):
+    """Listens to one call of a method."""
+
+    scope: Scope
+    """In force while the method works, not while its caller does."""
+    lasting: bool
+    """See `set_scope`."""
+
+    def hear(self, answer: Any, /) -> None:
+        """What it returned, or each thing that it yielded."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The call is over."""
+
+
+async def attend(work: Callable[[], Awaitable[T]], ear: Ear | None) -> T:
+    """What `work` returns, heard by `ear`."""
+    if ear is None:
+        return await work()
+    token = set_scope(ear.scope, lasting=ear.lasting)
+    try:
+        answer = await work()
+    except BaseException as error:
+        ear.end(error)
+        raise
+    finally:
+        reset_scope(token)
+    ear.hear(answer)
+    ear.end()
+    return answer
+
+
+async def relay(events: AsyncIterator[T], begin: Callable[[], Ear | None]) -> AsyncIterator[T]:
+    """What `events` yields, heard by the ear that `begin` gives at the first step; closes it when it is left early."""
+    ear = begin()
+    ended: BaseException | None = None
+    try:
+        steps = aiter(events)
+        while (event := await _step(steps, ear)) is not _END:
+            if ear is not None:
+                ear.hear(event)
+            yield event
+    except BaseException as error:
+        ended = error
+        raise
+    finally:
+        try:
+            if ended is not None and (close := getattr(events, "aclose", None)) is not None:
+                await close()
+        finally:
+            if ear is not None:
+                ear.end(ended)
+
+
+async def _step(steps: AsyncIterator[Any], ear: Ear | None) -> Any:
+    if ear is None:
+        return await anext(steps, _END)
+    token = set_scope(ear.scope, lasting=ear.lasting)
+    try:
+        return await anext(steps, _END)
+    finally:
+        reset_scope(token)
+
+
+def path_of(said: object) -> str:
+    """A name as a framework says it, as an agent path: `/` is a level, as everywhere."""
+    return join(*(part.strip() for part in str(said).split("/"))) or DEFAULT_AGENT
