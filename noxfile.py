@@ -32,6 +32,8 @@ MATRIX = {
     "langgraph-newest": ("langgraph", "langgraph", [], []),
     "openai-agents-oldest": ("openai-agents", "openai_agents", ["-c", "constraints/openai-agents-oldest.txt"], []),
     "openai-agents-newest": ("openai-agents", "openai_agents", [], []),
+    "autogen-oldest": ("autogen", "autogen", ["-c", "constraints/autogen-oldest.txt"], []),
+    "autogen-newest": ("autogen", "autogen", [], []),
 }
 
 

@@ -112,7 +112,7 @@ class Installation:
 
 
 def hear_subclasses(patches: Patches, base: Any, methods: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Replaces methods, by name, in every subclass of `base` that has its own, now and when a class is made later."""
+    """Replaces methods, by name, in `base` and every subclass that has its own, now and when a class is made later."""
 
     def hear(kind: type) -> None:
         for name, make in methods.items():
@@ -120,14 +120,20 @@ def hear_subclasses(patches: Patches, base: Any, methods: Mapping[str, Callable[
             if callable(method) and not getattr(method, "__isabstractmethod__", False):
                 patches.replace(kind, name, make)
 
+    own = base.__dict__.get("__init_subclass__")
+
     def __init_subclass__(kind: Any, /, **kwargs: Any) -> None:
-        super(base, kind).__init_subclass__(**kwargs)
+        inherited = super(base, kind).__init_subclass__ if own is None else functools.partial(own.__func__, kind)
+        inherited(**kwargs)
         if patches.active:
             hear(kind)
 
-    for kind in dict.fromkeys(_subclasses(base)):
+    for kind in dict.fromkeys((base, *_subclasses(base))):
         hear(kind)
-    patches.add(base, "__init_subclass__", classmethod(__init_subclass__))
+    if own is None:
+        patches.add(base, "__init_subclass__", classmethod(__init_subclass__))
+    else:
+        patches.replace(base, "__init_subclass__", lambda _: classmethod(__init_subclass__))
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
