@@ -6,11 +6,9 @@ It is warm-started on logs of a mediocre agent and saved as an ordinary Hugging 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from .logs import Demonstration
 
 ROLES = ("system", "user", "assistant", "tool")
 MUON_RATE, ADAM_RATE = 4e-3, 3e-3
@@ -19,14 +17,21 @@ TEXTS = 6000
 """Demonstrations that the tokenizer is learned from; more hold no new words."""
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{# tools are named by the program's own prompts #}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _PIECES = r" ?\p{L}+| ?\p{N}{1,2}|\n| ?[^\s\p{L}\p{N}]+|\s"
 
 
-def make_tokenizer(texts: list[str], vocabulary: int = 1400) -> Any:
-    """A byte-level BPE tokenizer, learned from `texts`, in which nearly every word and number of them is one token."""
+def make_tokenizer(texts: list[str], vocabulary: int = 1400, words: Sequence[str] = ()) -> Any:
+    """A byte-level BPE tokenizer, learned from `texts`, in which nearly every word and number of them is one token.
+
+    `words` are one token each, whatever they are: what a program always writes in the same way.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -34,7 +39,7 @@ def make_tokenizer(texts: list[str], vocabulary: int = 1400) -> Any:
     split = pre_tokenizers.Split(Regex(_PIECES), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+    special = [PAD, END, *(f"<|{role}|>" for role in ROLES), *words]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -71,12 +76,17 @@ def make_model(
     return LlamaForCausalLM(config)
 
 
-def encode(demonstration: Demonstration, tokenizer: Any) -> tuple[list[int], int]:
+def encode(demonstration: Any, tokenizer: Any) -> tuple[list[int], int]:
     """Token ids of a call, the closing token included, and how many of them are prompt."""
-    prompt = "".join(f"<|{role}|>{text}<|end|>" for role, text in demonstration.messages) + "<|assistant|>"
+    messages = [_message(message) for message in demonstration.messages]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     answer = tokenizer(demonstration.answer + END, add_special_tokens=False)["input_ids"]
     return prompt_ids + answer, len(prompt_ids)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    return message if isinstance(message, dict) else {"role": message[0], "content": message[1]}
 
 
 def warm_start(
@@ -151,21 +161,23 @@ def _answer_loss(model: Any, rows: list[tuple[list[int], int]]) -> Any:
 
 def make_tiny_model(
     folder: Path,
-    demonstrations: list[Demonstration],
+    demonstrations: list[Any],
     *,
     seed: int,
     progress: Callable[[int, float], None] | None = None,
+    words: Sequence[str] = (),
 ) -> Path:
     """Makes model and tokenizer, learns from the demonstrations once, and saves both into `folder`.
+
+    A demonstration has `messages`, pairs of role and text or messages of the OpenAI API, and the `answer` as text.
 
     A folder that exists is complete and is returned as it is: it is put there in one move.
     """
     if folder.exists():
         return folder
-    texts = {text for d in demonstrations[:TEXTS] for _, text in d.messages} | {
-        d.answer for d in demonstrations[:TEXTS]
-    }
-    tokenizer = make_tokenizer(sorted(texts))
+    some = demonstrations[:TEXTS]
+    texts = {_message(message)["content"] for d in some for message in d.messages} | {d.answer for d in some}
+    tokenizer = make_tokenizer(sorted(texts), words=words)
     model = make_model(tokenizer, seed)
     examples = [encode(demonstration, tokenizer) for demonstration in demonstrations]
     warm_start(model, examples, steps=len(examples) // BATCH, seed=seed, progress=progress or (lambda step, loss: None))
