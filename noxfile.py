@@ -34,6 +34,8 @@ MATRIX = {
     "openai-agents-newest": ("openai-agents", "openai_agents", [], []),
     "autogen-oldest": ("autogen", "autogen", ["-c", "constraints/autogen-oldest.txt"], []),
     "autogen-newest": ("autogen", "autogen", [], []),
+    "crewai-oldest": ("crewai", "crewai", ["-c", "constraints/crewai-oldest.txt"], []),
+    "crewai-newest": ("crewai", "crewai", [], []),
 }
 
 

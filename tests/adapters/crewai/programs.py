@@ -12,6 +12,8 @@ from crewai.llms.base_llm import BaseLLM
 from crewai.tools import tool
 from crewai.tools.agent_tools.delegate_work_tool import DelegateWorkTool
 
+from pydantic import BaseModel
+
 from tests.adapters.world import World
 
 DELEGATE, ASK = "delegate_work_to_coworker", "ask_question_to_coworker"
@@ -33,8 +35,14 @@ def serving(world: World, **settings: Any) -> Iterator[BaseLLM]:
 
 
 async def close(model: BaseLLM) -> None:
-    model._client.close()
-    await model._async_client.close()
+    """What CrewAI itself leaves open; its attributes were named otherwise once."""
+    clients = vars(model) | (model.__pydantic_private__ or {} if isinstance(model, BaseModel) else {})
+    for name in ("client", "_client"):
+        if name in clients:
+            clients[name].close()
+    for name in ("async_client", "_async_client"):
+        if name in clients:
+            await clients[name].close()
 
 
 @tool
