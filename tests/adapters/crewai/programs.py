@@ -11,7 +11,6 @@ from crewai import LLM, Agent, Crew, Process, Task
 from crewai.llms.base_llm import BaseLLM
 from crewai.tools import tool
 from crewai.tools.agent_tools.delegate_work_tool import DelegateWorkTool
-
 from pydantic import BaseModel
 
 from tests.adapters.world import World

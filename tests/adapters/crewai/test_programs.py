@@ -20,7 +20,7 @@ from tests.fakes.engine import Fault
 
 pytest.importorskip("crewai", reason="the crewai extra is not installed")
 
-from crewai import LLM, Agent, Crew, Task
+from crewai import LLM, Crew, Task
 from crewai.events import BaseEventListener, ToolUsageFinishedEvent, ToolUsageStartedEvent, crewai_event_bus
 from crewai.flow.flow import Flow, listen, start
 from crewai.llms.base_llm import BaseLLM

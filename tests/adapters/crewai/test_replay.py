@@ -74,8 +74,10 @@ def test_a_manager_whose_coworker_has_a_tool_that_fails(recorded, tmp_path):
 
 
 QUESTIONS = [
-    "What is the population of Tokyo and how many people would that be per square kilometer if Tokyo's area is 2,194"
-    " square kilometers?",
+    (
+        "What is the population of Tokyo and how many people would that be per square kilometer if Tokyo's area is 2,194"
+        " square kilometers?"
+    ),
     "What are the effects of climate change on coral reefs?",
 ]
 
@@ -107,6 +109,8 @@ def test_an_agent_on_its_own(recorded, tmp_path, number):
 def test_a_crew_of_two(recorded, tmp_path):
     recording = recorded("crewai--openinference--test_crewai_instrumentation")
     told = recording.results("scrape_website")
+    ((_, used),) = recording.tools_used
+    page = used["url"]
 
     @tool
     def scrape_website(url: str) -> str:
@@ -122,8 +126,7 @@ def test_a_crew_of_two(recorded, tmp_path):
             scraper = agent("Website Scraper", *words, model, scrape_website)
             analyzer = agent("Content Analyzer", "Extract quotes from text", "You extract quotes from text", model)
             scrape = Task(
-                description="Call the scrape_website tool to fetch text from http://quotes.toscrape.com/ and return the"
-                " result.",
+                description=f"Call the scrape_website tool to fetch text from {page} and return the result.",
                 expected_output="Text content from the website.",
                 agent=scraper,
             )
