@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from agentlightning.program import PolicyHandle
+from agentlightning.rehearsal import rehearse
 from agentlightning.schema import Attempt
+from agentlightning.standin import StandIn
 from tests.fakes.world import World
 
 BODY = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]})
@@ -131,3 +133,35 @@ def test_b3_the_headers_alone_say_attempt_and_agent(world):
     post(f"{world.gateway.url}/v1", **trace)
     (call,) = world.calls(attempt)
     assert (call.path, call.span_id) == ("team/writer", "7" * 16)
+
+
+def test_one_rollout_of_four_kinds_of_callers():
+    """A thread pool, a child process, curl and Node.js, all at once in one rollout that the runner leads."""
+    curl, node = shutil.which("curl"), shutil.which("node")
+    if not (curl and node):
+        pytest.skip("curl or Node.js is not on this machine")
+    callers = {
+        "child": (sys.executable, "-I", "-c", CHILD, BODY),
+        "node": (node, "--input-type=module", "-e", NODE, BODY),
+        "curl": (curl, "-sS", "--fail", "-d", BODY, "-H", "content-type: application/json"),
+    }
+
+    def program(task: Any, policy: PolicyHandle) -> float:
+        with ThreadPoolExecutor(8) as pool:
+            posts = [pool.submit(post, policy.agent(f"thread/{i % 2}").base_url) for i in range(8)]
+            for name, command in callers.items():
+                url = policy.agent(name).base_url
+                posts.append(pool.submit(run, *command, f"{url}/chat/completions" if name == "curl" else url))
+            return float(len([done.result() for done in posts]))
+
+    found = rehearse(program, {}, lambda loop: loop.serve(StandIn("four")), selectors=["*"])
+    assert not found.faults, found.faults
+    assert Counter(call.path for call in found.calls) == {
+        "thread/0": 4,
+        "thread/1": 4,
+        "child": 1,
+        "node": 1,
+        "curl": 1,
+    }
+    assert found.episode is not None and {call.attempt_id for call in found.calls} == {found.episode.attempt.id}
+    assert all(call.defect is None and bytes(call.response_ids[:-1].tolist()) == b"four" for call in found.calls)
