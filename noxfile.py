@@ -87,5 +87,5 @@ def train(session: nox.Session) -> None:
 def examples(session: nox.Session) -> None:
     """Installed as a user would: README command 1."""
     session.install("-c", "constraints/cpu.txt", ".[langgraph,train]")
-    session.install(*TEST)
+    session.install("-c", "constraints/cpu.txt", ".[autogen]", *TEST)
     session.run("pytest", "tests/examples", *session.posargs, env=OFFLINE)
