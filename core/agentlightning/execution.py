@@ -2,7 +2,7 @@
 
 A task can be cancelled. A thread cannot be killed: it is *written off*, which gives its place to a fresh one and leaves
 it to end when it will. Whoever began a program hears of its end exactly once through `done`, written off or not; to
-ignore what comes too late is the caller's business. An executor of child processes has the same five methods.
+ignore what comes too late is the caller's business. `children.py` has an executor of child processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from agentlightning.outcomes import Failure
+
 log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
@@ -33,6 +35,8 @@ class Ended:
 
     value: Any = None
     error: BaseException | None = None
+    failure: Failure | None = None
+    """Instead of an error that cannot leave its process."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +47,7 @@ class Call:
     is_async: bool
     context: contextvars.Context
     done: Callable[[Ended], None]
+    gateway_url: str = ""
     task: asyncio.Task[None] | None = None
     thread: Worker | None = None
     spawned: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -54,6 +59,10 @@ class Call:
 class Executor(Protocol):
     """What the runner asks of the place where programs run. Every method may be called from any thread."""
 
+    @property
+    def late(self) -> int:
+        """Programs that were written off and still run."""
+
     def start(self) -> None: ...
 
     def begin(self, call: Call) -> None:
@@ -62,20 +71,20 @@ class Executor(Protocol):
     def cancel(self, call: Call) -> None:
         """Asks the program to end; it may not listen."""
 
-    def write_off(self, call: Call) -> None:
-        """Stops waiting for it: its place is free again."""
+    def write_off(self, call: Call) -> str:
+        """Stops waiting for it: its place is free again. Says what became of it."""
 
     def close(self) -> None:
         """Ends all that can be ended."""
 
 
 class InProcess:
-    """The executor of this module. `late` counts the programs that were written off and still run."""
+    """The executor of this module."""
 
     def __init__(self, concurrency: int) -> None:
         self._threads = Threads()
         self._loop = asyncio.new_event_loop()
-        self._loop.set_task_factory(_tracking_factory)
+        self._loop.set_task_factory(tracking_factory)
         # The default pool has cores + 4 threads: too few for `concurrency` async programs that use `to_thread`.
         self._pool = ThreadPoolExecutor(max(8, concurrency), thread_name_prefix="agl-to-thread")
         self._loop.set_default_executor(self._pool)
@@ -101,15 +110,16 @@ class InProcess:
         call.cancelled = True
         self._soon(functools.partial(self._cancel, call))
 
-    def write_off(self, call: Call) -> None:
+    def write_off(self, call: Call) -> str:
         with self._lock:
-            if call.ended:
-                return
-            call.late = True
-            self._late += 1
-        if call.thread is not None:
-            call.thread.written_off = True
-        self.cancel(call)
+            if not call.ended:
+                call.late = True
+                self._late += 1
+        if call.late:
+            if call.thread is not None:
+                call.thread.written_off = True
+            self.cancel(call)
+        return "it blocks the event loop or ignores its cancellation" if call.is_async else "its thread runs on"
 
     def close(self) -> None:
         """Late threads are left behind: they are daemons."""
@@ -154,12 +164,10 @@ class InProcess:
             call.task.cancel()
 
     def _cancel(self, call: Call) -> None:
-        for task in (call.task, *call.spawned):
-            if task is not None:
-                task.cancel()
+        cancel_tasks(call)
 
     def _in_thread(self, call: Call) -> None:
-        ended = _attempted(functools.partial(call.context.run, call.function))
+        ended = attempted(functools.partial(call.context.run, call.function))
         if inspect.isawaitable(ended.value):
             # A plain function that hands back a coroutine, such as a lambda or a partial around an async one.
             call.function, call.thread = functools.partial(_same, ended.value), None
@@ -168,16 +176,7 @@ class InProcess:
         self._ended(call, ended)
 
     async def _in_task(self, call: Call) -> None:
-        _spawned.set(call.spawned)
-        try:
-            ended = Ended(value=await call.function())
-        except BaseException as error:  # noqa: BLE001  SystemExit in a program ends the program, not the run
-            ended = Ended(error=error)
-        if not call.cancelled:
-            await _linger(call)
-        for task in call.spawned if call.cancelled else ():
-            task.cancel()
-        self._ended(call, ended)
+        self._ended(call, await awaited(call))
 
     def _ended(self, call: Call, ended: Ended) -> None:
         with self._lock:
@@ -186,6 +185,27 @@ class InProcess:
             call.ended = True
             self._late -= call.late
         call.done(ended)
+
+
+async def awaited(call: Call) -> Ended:
+    """Runs an async program as the current task of a loop that has `tracking_factory`, and what it spawned to its end."""
+    _spawned.set(call.spawned)
+    try:
+        ended = Ended(value=await call.function())
+    except BaseException as error:  # noqa: BLE001  SystemExit in a program ends the program, not the run
+        ended = Ended(error=error)
+    if not call.cancelled:
+        await _linger(call)
+    for task in call.spawned if call.cancelled else ():
+        task.cancel()
+    return ended
+
+
+def cancel_tasks(call: Call) -> None:
+    """The program's task and those that it spawned; in the loop's thread."""
+    for task in (call.task, *call.spawned):
+        if task is not None:
+            task.cancel()
 
 
 async def _linger(call: Call) -> None:
@@ -197,7 +217,8 @@ async def _linger(call: Call) -> None:
             call.cancelled = True
 
 
-def _attempted(function: Callable[[], Any]) -> Ended:
+def attempted(function: Callable[[], Any]) -> Ended:
+    """How a plain function ended."""
     try:
         return Ended(value=function())
     except BaseException as error:  # noqa: BLE001  SystemExit in a program ends the program, not the run
@@ -208,7 +229,7 @@ async def _same(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _tracking_factory(
+def tracking_factory(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], /, **options: Any
 ) -> asyncio.Task[Any]:
     """A plain task, remembered by the program that spawned it."""

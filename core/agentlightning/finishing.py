@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from agentlightning.errors import NotFound, RewardError, StoreError, Superseded
 from agentlightning.execution import Call, Ended
-from agentlightning.outcomes import classify, describe
+from agentlightning.outcomes import Failure, describe, failure_of
 from agentlightning.program import returned_rewards
 from agentlightning.recorder import Recorder
 from agentlightning.schema import (
@@ -52,6 +52,8 @@ class Job:
     attempt: Attempt
     deadline: float
     """Monotonic seconds."""
+    gateway_url: str = ""
+    """Where its model calls go."""
     call: Call | None = None
     cause: Outcome | None = None
     """Why we ended it ourselves; None: we did not, and its program decides."""
@@ -73,35 +75,49 @@ class Verdict:
     spans: list[Span]
 
     def spoil(self, trouble: Exception) -> None:
-        """Something of the attempt may be missing in the store, so it must not count as a good one."""
-        if self.outcome is not Outcome.CANCELLED:
-            self.outcome, self.rewards = Outcome.INFRA_ERROR, []
-        self.error = f"{describe(trouble)}\n\n{self.error or ''}".strip()
+        """Something of the attempt may be missing in the store, so it must not count as a good one. One that had failed
+        before keeps its outcome: what went wrong first is what went wrong."""
+        if self.outcome in _GOOD:
+            self.outcome = Outcome.INFRA_ERROR
+        self.rewards = []
+        self.error = f"{self.error or ''}\n\n{describe(trouble)}".strip()
 
 
-def judge(job: Job, ended: Ended, program: str, gateway_url: str) -> Verdict:
+_GOOD = (Outcome.OK, Outcome.TRUNCATED)
+
+
+def judge(job: Job, ended: Ended, program: str) -> Verdict:
     """The verdict on an attempt whose `program` (a name) ended like this. A failed one never has a returned reward."""
-    error = ended.error
+    failure = ended.failure
+    if ended.error is not None and not (job.cause and isinstance(ended.error, asyncio.CancelledError)):
+        failure = failure_of(ended.error, job.gateway_url)
     if job.cause is not None:
-        said = "" if error is None or isinstance(error, asyncio.CancelledError) else describe(error)
+        said = failure.text if failure else ""
         return Verdict(job, job.cause, f"{job.reason}\n\n{said}".strip(), [], [])
-    if error is None:
+    if failure is None:
         try:
-            return Verdict(job, Outcome.OK, None, returned_rewards(ended.value, job.attempt.id, program), [])
+            return Verdict(job, Outcome.OK, None, rewards_of(ended.value, job.attempt.id, program), [])
         except RewardError as refused:
-            error = refused
-        except Exception as odd:  # noqa: BLE001  a returned object may do anything when it is looked at
-            error = RewardError(f"what {program} returned cannot be read as a reward: {type(odd).__name__}: {odd}.")
-    text = describe(error)
-    return Verdict(job, classify(error, gateway_url), text, [], [_exception_span(job, error, text)])
+            failure = failure_of(refused)
+    return Verdict(job, failure.outcome, failure.text, [], [_exception_span(job, failure)])
 
 
-def _exception_span(job: Job, error: BaseException, text: str) -> Span:
+def rewards_of(value: object, attempt_id: str, program: str) -> list[Reward]:
+    """`returned_rewards`, whatever the returned object does when it is looked at. Raises RewardError."""
+    try:
+        return returned_rewards(value, attempt_id, program)
+    except RewardError:
+        raise
+    except Exception as odd:
+        raise RewardError(f"what {program} returned cannot be read as a reward: {type(odd).__name__}: {odd}.") from odd
+
+
+def _exception_span(job: Job, failure: Failure) -> Span:
     """OpenTelemetry's attribute names: https://opentelemetry.io/docs/specs/semconv/attributes-registry/exception/"""
     now = now_ns()
-    attributes = {"exception.type": type(error).__qualname__, "exception.stacktrace": text}
-    last = text.rpartition("\n")[2][:500]
-    name = type(error).__name__
+    attributes = {"exception.type": failure.kind, "exception.stacktrace": failure.text}
+    last = failure.text.rpartition("\n")[2][:500]
+    name = failure.kind.rpartition(".")[2]
     return Span(new_span_id(), job.attempt.id, SpanKind.EXCEPTION, name, None, "", now, now, "error", last, attributes)
 
 

@@ -6,7 +6,8 @@ Client libraries are known by the names of their modules and types, so none of t
   connections, timeouts), `truncated` when the context was full, else `agent_error` (a 400 or 401 fails each time);
 * `RewardError`: `grader_error`. Our own store, gateway or policy: `infra_error`. All else: `agent_error`.
 
-An error that was raised `from` another one counts as that one; a group counts as one kind only if all members agree.
+An error that was raised `from` another one, or while another one was handled, counts as that one if it says nothing by
+itself: what a clean-up raises does not hide what went wrong. A group counts as one kind only if all members agree.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from agentlightning.errors import GatewayError, PolicyError, RewardError, StoreError
 from agentlightning.schema import Outcome
@@ -29,6 +31,21 @@ _CONTEXT_FULL = re.compile(
     r"context[_ ](length|window)|maximum context|context overflow|prompt is too long|too many tokens", re.IGNORECASE
 )
 _CONTEXT_TYPES = frozenset({"ContextWindowExceededError", "ContextOverflowError", "LengthFinishReasonError"})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is kept of an error that a program raised."""
+
+    outcome: Outcome
+    kind: str
+    """Of the error: the qualified name of its type."""
+    text: str
+    """Traceback."""
+
+
+def failure_of(error: BaseException, gateway_url: str = "") -> Failure:
+    return Failure(classify(error, gateway_url), type(error).__qualname__, describe(error))
 
 
 def classify(error: BaseException, gateway_url: str = "") -> Outcome:
@@ -60,7 +77,7 @@ def describe(error: BaseException, limit: int = ERROR_CHARS) -> str:
 
 
 def _ours(module: str) -> bool:
-    return module in ("agentlightning.execution", "agentlightning.runner")
+    return module in ("agentlightning.children", "agentlightning.execution", "agentlightning.runner")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -69,7 +86,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def _own(error: BaseException) -> Outcome | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Self
@@ -145,7 +146,21 @@ def install(name: str) -> Installed:
     undo = manager(load(ADAPTERS, name)).hook.agl_install(recorder=CurrentRecorder())
     if undo is None:
         raise PluginError(f"adapter {name!r} cannot listen globally: use `agl.callback({name!r})`.")
-    return Installed(undo)
+    _listening[name] += 1
+
+    def stop() -> None:
+        undo()
+        _listening[name] -= 1
+
+    return Installed(stop)
+
+
+_listening: Counter[str] = Counter()
+
+
+def listening() -> list[str]:
+    """Adapters that listen now: programs in other processes need them too."""
+    return sorted(name for name, count in _listening.items() if count > 0)
 
 
 def algorithm(name: str, /, **knobs: Any) -> Any:

@@ -128,6 +128,10 @@ class Recorder:
             self._put(record)
         return record
 
+    def pass_on(self, record: Record) -> None:
+        """A record that another process has made."""
+        self._put(record)
+
     def flush(self, attempt_id: str | None = None, *, timeout_s: float = 30.0) -> None:
         """Returns when everything handed in before is committed.
 

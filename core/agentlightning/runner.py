@@ -1,9 +1,9 @@
 """Leases rollouts from the store, runs the user's program on them, and says how each attempt ended.
 
 Everything that can go wrong with one attempt ends in an outcome of that attempt, never in the end of the run. Four
-small threads share the work: one leases, one watches deadlines, one sends heartbeats, one closes attempts
-(`finishing.py`); the programs run in an executor (`execution.py`). Whether a failed attempt is tried again is the
-store's to say.
+small threads share the work: one leases (`leasing.py`), one watches deadlines, one sends heartbeats, one closes attempts
+(`finishing.py`); the programs run in an executor (`execution.py`, `children.py`). Whether a failed attempt is tried again
+is the store's to say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -25,13 +25,15 @@ import pluggy
 
 from agentlightning.context import Scope, set_scope
 from agentlightning.errors import AgentLightningError, ConfigError, RolloutError
-from agentlightning.execution import Call, Ended, InProcess
+from agentlightning.execution import Call, Ended, Executor, InProcess
 from agentlightning.finishing import Finisher, Job, Verdict, judge
+from agentlightning.leasing import Leasing
 from agentlightning.plugins import manager, notify
 from agentlightning.program import PolicyHandle, Program, program_of, rollout
 from agentlightning.recorder import Recorder
-from agentlightning.schema import Attempt, Outcome, Resource, Rollout, RolloutState, new_id
+from agentlightning.schema import Attempt, Outcome, Resource, Rollout, RolloutState, new_id, now_ns
 from agentlightning.store.base import LEASE_S, Store
+from agentlightning.store.records import Worker
 
 __all__ = ["Counts", "PolicyHandle", "Program", "Runner", "program_of", "rollout"]
 
@@ -39,12 +41,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """Seconds that a program has to end after it was told to; then it is written off."""
-IDLE_S = 0.25
-"""The longest wait for work without a look at whether to stop."""
-BACKOFF_S = 5.0
-"""The longest pause between two tries to lease from a store that fails."""
-MOST_FAILURES = 12
-"""Leases that may fail in a row (about 40 s) until `check` reports it."""
 _MOST_RESOURCES = 256
 
 
@@ -67,6 +63,9 @@ class Counts:
 class Runner:
     """Runs `program` on the rollouts of `run_id`, at most `concurrency` at once, until `stop`.
 
+    `run_id`: one run, a function that names those to serve now, or None for all. `gateway_url`: of the gateway, or a
+    function that gives the one for an attempt. `processes`: each program in a process of its own, which is killed with all
+    that it started when it does not end in time; the program, its tasks and its resources must be importable and picklable.
     `barrier` returns when all model calls that were answered are committed; `on_cancel(attempt_id)` makes the gateway
     refuse the attempt's further calls, and is called when its program ends, however it does. Both are called from threads
     of the runner. Raises RolloutError for a program that cannot be run.
@@ -77,40 +76,51 @@ class Runner:
         store: Store,
         program: Callable[..., Any] | Program,
         *,
-        gateway_url: str,
+        gateway_url: str | Callable[[Rollout, Attempt], str],
         recorder: Recorder,
-        run_id: str | None,
+        run_id: str | None | Callable[[], Sequence[str | None]],
         concurrency: int = 32,
         worker: str | None = None,
         barrier: Callable[[], None] = lambda: None,
         on_cancel: Callable[[str], None] = lambda attempt_id: None,
         hooks: pluggy.PluginManager | None = None,
         lease_s: float = LEASE_S,
+        processes: bool = False,
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}: give at least 1.")
-        self._store, self._recorder, self._run_id = store, recorder, run_id
+        self._store, self._recorder = store, recorder
+        self._only = run_id if isinstance(run_id, str) else None
         self._program = program_of(program)
-        self._gateway_url = gateway_url.rstrip("/")
+        self._gateway_url = gateway_url if callable(gateway_url) else lambda rollout, attempt: gateway_url
         self._concurrency, self._lease_s = concurrency, lease_s
         self._worker = worker or f"{socket.gethostname()}:{os.getpid()}:{new_id()[:8]}"
         self._on_cancel = on_cancel
         self._hooks = hooks or manager()
-        self._executor = InProcess(concurrency)
+        self._executor = self._made(concurrency, processes)
         self._finisher = Finisher(store, recorder, barrier, self._judge, self._finished)
         self._changed = threading.Condition()
         self._alarm = threading.Condition()
         self._halt, self._over = threading.Event(), threading.Event()
+        runs = run_id if callable(run_id) else lambda: [run_id]
+        self._leasing = Leasing(store, self._worker, lease_s, runs, self._halt)
         self._jobs: dict[str, Job] = {}
         self._resources: dict[tuple[str, str, int], Resource] = {}
         self._active = self._count = self._superseded = self._late_results = 0
         self._fatal: AgentLightningError | None = None
-        self._trouble: AgentLightningError | None = None
         self._started = self._stopped = False
         self._context = contextvars.copy_context()
+        self._began_ns = now_ns()
         self._feeder = threading.Thread(target=self._feed, name="agl-feeder", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="agl-watcher", daemon=True)
         self._heart = threading.Thread(target=self._beat, name="agl-heartbeat", daemon=True)
+
+    def _made(self, concurrency: int, processes: bool) -> Executor:
+        if not processes:
+            return InProcess(concurrency)
+        from agentlightning.children import Children
+
+        return Children(self._program.function, self._program.name, self._recorder)
 
     def start(self) -> Self:
         """Begins to lease. Programs see the context variables of the caller."""
@@ -132,7 +142,7 @@ class Runner:
 
         Whoever waits for rollouts calls this now and then.
         """
-        trouble = self._fatal or self._trouble
+        trouble = self._fatal or self._leasing.trouble
         if trouble is not None:
             raise trouble
 
@@ -167,36 +177,15 @@ class Runner:
     # Leasing.
 
     def _feed(self) -> None:
-        failures = fruitless = 0
         while free := self._room():
-            try:
-                batch = self._store.lease(self._worker, free, self._lease_s, self._run_id)
-                waits = bool(batch) or self._store.wait_for_work(IDLE_S)
-            except Exception as error:  # noqa: BLE001  logged, and told by `check`
-                failures += 1
-                self._store_failed(error, failures)
-                continue
-            failures, self._trouble = 0, None
-            for leased in batch:
+            for leased in self._leasing.take(free):
                 self._begin(*leased)
-            fruitless = fruitless + 1 if waits and not batch else 0
-            if fruitless > 1:  # what waits is another run's, and would make this loop spin
-                self._halt.wait(IDLE_S)
 
     def _room(self) -> int:
         """How many more programs may run, as soon as one may; 0 when the runner stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._active < self._concurrency)
             return 0 if self._stopped else self._concurrency - self._active
-
-    def _store_failed(self, error: Exception, failures: int) -> None:
-        log.warning("nothing could be leased (%d in a row): %s", failures, error)
-        if failures >= MOST_FAILURES:
-            self._trouble = RolloutError(
-                f"no rollout can be leased, {failures} tries in a row failed; the last one with "
-                f"{type(error).__name__}: {error}. Bring the store back, then run the same command again to resume."
-            )
-        self._halt.wait(min(BACKOFF_S, 0.05 * 2**failures))
 
     def _begin(self, rollout: Rollout, attempt: Attempt) -> None:
         limit = math.inf if rollout.timeout_s is None else rollout.timeout_s
@@ -228,11 +217,12 @@ class Runner:
                 "blocking calls in the program timeouts of their own."
             )
         rollout, attempt, program = job.rollout, job.attempt, self._program
-        arguments = program.bind(rollout, attempt, functools.partial(self._resource, rollout), self._gateway_url)
+        job.gateway_url = self._gateway_url(rollout, attempt).rstrip("/")
+        arguments = program.bind(rollout, attempt, functools.partial(self._resource, rollout), job.gateway_url)
         context = self._context.copy()
         context.run(set_scope, Scope(attempt.id, recorder=self._recorder))
         run = functools.partial(program.function, rollout.task, **arguments)
-        return Call(run, program.is_async, context, functools.partial(self._ended, job))
+        return Call(run, program.is_async, context, functools.partial(self._ended, job), job.gateway_url)
 
     def _resource(self, rollout: Rollout, name: str) -> Resource:
         """Versions never change, so each is read once."""
@@ -290,13 +280,13 @@ class Runner:
         if job.call is None:  # not begun yet: the store is slow to tell its resources
             job.give_up_at = time.monotonic() + GRACE_S
             return
-        self._executor.write_off(job.call)
-        hint = "it blocks the event loop or ignores its cancellation" if job.call.is_async else "its thread runs on"
+        hint = self._executor.write_off(job.call)
         job.reason += f"; it was told to end and did not within {GRACE_S:g} s ({hint})"
         log.warning("attempt %s of rollout %s: %s", job.attempt.id, job.rollout.id, job.reason)
         self._ended(job, Ended(), written_off=True)
 
     def _beat(self) -> None:
+        self._tell("running")
         while not self._over.wait(self._lease_s / 3):
             with self._changed:
                 ids = list(self._jobs)
@@ -309,6 +299,17 @@ class Runner:
                 job = self._jobs.get(attempt_id)
                 if job is not None:
                     self._interrupt(job, Outcome.CANCELLED, "superseded, ended or cancelled from outside")
+            self._tell("draining" if self._stopped else "running")
+
+    def _tell(self, state: str) -> None:
+        """People see in the store who is there and how it is."""
+        with self._changed:
+            running = len(self._jobs)
+        who = (self._worker, self._only, self._program.name, self._concurrency)
+        try:
+            self._store.see(Worker(*who, running, state, self._began_ns))
+        except Exception as error:  # noqa: BLE001  the next one may pass; rollouts do not depend on it
+            log.warning("the store could not be told of worker %s: %s", self._worker, error)
 
     # Endings.
 
@@ -326,7 +327,7 @@ class Runner:
         self._finisher.put(job, ended)
 
     def _judge(self, job: Job, ended: Ended) -> Verdict:
-        return judge(job, ended, self._program.name, self._gateway_url)
+        return judge(job, ended, self._program.name)
 
     def _finished(self, job: Job, outcome: Outcome, state: RolloutState | None) -> None:
         notify(self._hooks, "agl_rollout_finished", rollout=job.rollout, attempt=job.attempt, outcome=outcome)
@@ -354,4 +355,5 @@ class Runner:
             self._watcher.join()
             self._heart.join()
             self._finisher.close()
+            self._tell("ended")
         self._executor.close()

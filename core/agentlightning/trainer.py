@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning import plugins
 from agentlightning.context import propagate_to
-from agentlightning.errors import ConfigError, NothingToTrain, PolicyError, RunInUse, UnknownAgent
+from agentlightning.errors import ConfigError, NothingToTrain, PolicyError, RunInUse, StoreError, UnknownAgent
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.gateway import Gateway
 from agentlightning.loop import Loop
@@ -75,7 +75,7 @@ class Trainer:
     `store`: URL; everything is kept there, and an interrupted `fit` with the same settings goes on from its last finished
     step. `name`: of the run; `seed`: of tasks and sampling. `concurrency`: rollouts at a time. `timeout_s`: of one
     rollout, all its attempts taken separately. `budget`: of tokens, for calls of the policy. `address`: `host:port` of the
-    gateway, port 0 for a free one.
+    gateway, port 0 for a free one. `processes`: each rollout runs in a process of its own, which is killed at its deadline.
     `plugins`: objects with hooks of `agentlightning.hooks`.
     """
 
@@ -91,6 +91,7 @@ class Trainer:
         max_attempts: int = 2,
         budget: Budget | None = None,
         address: str = "127.0.0.1:0",
+        processes: bool = False,
         folder: str | Path | None = None,
         plugins: Iterable[object] = (),
     ) -> None:
@@ -105,7 +106,7 @@ class Trainer:
             raise ConfigError(f"address={address!r}: write host:port, such as 127.0.0.1:0.")
         self.algorithm, self.name, self.seed = algorithm, name, seed
         self.concurrency, self.timeout_s, self.max_attempts = concurrency, timeout_s, max_attempts
-        self.budget = budget
+        self.budget, self.processes = budget, processes
         self._observers = _manager(plugins)
         self.store = open_store(store)
         self.folder = Path(folder) if folder else _folder_beside(store)
@@ -184,15 +185,17 @@ class Trainer:
         try:
             with _Hold(self, run, owner):
                 yield run
-        except (NothingToTrain, UnknownAgent, ConfigError):
-            self.store.end_run(run.id, "failed")
-            raise
         except RunInUse:  # it is another's now
             raise
-        except BaseException:
-            self.store.end_run(run.id, "paused")
+        except BaseException as error:
+            hopeless = isinstance(error, (NothingToTrain, UnknownAgent, ConfigError))
+            state = "failed" if hopeless else "paused"
+            try:
+                self.store.end_run(run.id, state, owner)
+            except StoreError as trouble:
+                error.add_note(f"Also, the run could not be marked as {state}: {trouble}")
             raise
-        self.store.end_run(run.id, "finished")
+        self.store.end_run(run.id, "finished", owner)
 
     @contextmanager
     def _session(self, run: Run, program: Program) -> Iterator[_Session]:
@@ -214,6 +217,7 @@ class Trainer:
                 barrier=self._gateway.flush,
                 on_cancel=self._gateway.cancel,
                 hooks=self._observers,
+                processes=self.processes,
             )
             stack.callback(runner.stop, drain=False)  # one that never begins holds a loop too
             session.runner = runner

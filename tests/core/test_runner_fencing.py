@@ -11,12 +11,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 import agentlightning as agl
 from agentlightning.schema import Outcome, RolloutState
-from tests.core.runner_world import World, arrive, outcomes, values
+from tests.core.runner_world import GATEWAY, World, arrive, outcomes, values
 from tests.fakes.engine import Fault
 from tests.fakes.world import HELLO
 from tests.fakes.world import World as Gateway
@@ -123,7 +124,7 @@ class TestRetries:
 
         def solve(task: int, attempt: Any) -> float:
             if task % 2 and attempt.number == 1:
-                raise openai.APIConnectionError(request=None)  # type: ignore[arg-type]
+                raise openai.APIConnectionError(request=httpx.Request("POST", GATEWAY))  # type: ignore[arg-type]
             return float(attempt.number)
 
         with World(tmp_path) as world:
@@ -133,7 +134,7 @@ class TestRetries:
 
     def test_the_cap(self, tmp_path: Path) -> None:
         def solve(task: int) -> None:
-            raise openai.APIConnectionError(request=None)  # type: ignore[arg-type]
+            raise openai.APIConnectionError(request=httpx.Request("POST", GATEWAY))  # type: ignore[arg-type]
 
         with World(tmp_path) as world:
             episode = world.one(solve, max_attempts=3)

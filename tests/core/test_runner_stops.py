@@ -142,7 +142,7 @@ class TestTheStoreFails:
         assert [values(e) for e in episodes] == [{"reward": 1.0}] * 4
 
     def test_a_store_that_stays_away_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("agentlightning.runner.MOST_FAILURES", 3)
+        monkeypatch.setattr("agentlightning.leasing.MOST_FAILURES", 3)
         with World(tmp_path) as world:
             flaky = self.Flaky(world.store, "lease", math.inf)
             runner = world.start(lambda task: 1.0, store=flaky)
