@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from agentlightning.emit import emit_annotation, emit_exception, emit_message, emit_object, emit_reward, operation
     from agentlightning.errors import AgentLightningError
     from agentlightning.hooks import hookimpl
-    from agentlightning.plugins import algorithm, callback, install
+    from agentlightning.plugins import algorithm, algorithm_plugin, callback, install
+    from agentlightning.prompts import PromptTemplate
     from agentlightning.runner import rollout
     from agentlightning.schema import Attempt, Completion, Group, Reward, Rollout, Span, Transition
     from agentlightning.store import open_store
@@ -22,6 +23,7 @@ __all__ = [
     "Attempt",
     "Completion",
     "Group",
+    "PromptTemplate",
     "Reward",
     "Rollout",
     "Span",
@@ -29,6 +31,7 @@ __all__ = [
     "Transition",
     "agent",
     "algorithm",
+    "algorithm_plugin",
     "callback",
     "emit_annotation",
     "emit_exception",
@@ -47,7 +50,8 @@ _HOMES = {
     "emit": ("emit_annotation", "emit_exception", "emit_message", "emit_object", "emit_reward", "operation"),
     "errors": ("AgentLightningError",),
     "hooks": ("hookimpl",),
-    "plugins": ("algorithm", "callback", "install"),
+    "plugins": ("algorithm", "algorithm_plugin", "callback", "install"),
+    "prompts": ("PromptTemplate",),
     "runner": ("rollout",),
     "schema": ("Attempt", "Completion", "Group", "Reward", "Rollout", "Span", "Transition"),
     "store": ("open_store",),

@@ -13,6 +13,10 @@ class ConfigError(AgentLightningError):
     """A name, knob or combination that cannot work; raised before anything runs."""
 
 
+class PromptError(AgentLightningError):
+    """A prompt cannot be read or filled: a gap without a value, a value without a gap, braces that do not close."""
+
+
 class PluginError(AgentLightningError):
     """A plug-in is unknown, broken, or its extra is not installed."""
 

@@ -17,7 +17,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -28,7 +27,6 @@ from agentlightning.errors import ConfigError, NothingToTrain, PluginError, Roll
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.explain import notes
 from agentlightning.schema import (
-    FINAL_STATES,
     Budget,
     Endpoint,
     Episode,
@@ -41,8 +39,9 @@ from agentlightning.schema import (
     now_ns,
 )
 from agentlightning.store.base import Store
-from agentlightning.tasks import Task, digest, draw
-from agentlightning.trajectory import Batch, Ledger, collect, rollout_reward
+from agentlightning.tasks import Task, draw
+from agentlightning.trajectory import Batch, Ledger, collect
+from agentlightning.trials import Trial, figures, planned, refuse_total_failure
 
 PATIENCE = 5
 """Steps in a row that may give nothing to train before a run stops."""
@@ -122,6 +121,10 @@ class Loop:
         self._batch: Batch | None = None
         self._episodes: list[Episode] = []
         self._idle = 0
+        self._finished = False
+        self._kept: list[Callable[[], object]] = []
+        self.details: Any = None
+        """What the algorithm has to show besides its steps; `Result.details` of the run."""
 
     @property
     def done(self) -> int:
@@ -151,6 +154,17 @@ class Loop:
             self._resources[resource.name] = resource.version
             plugins.notify(self._observers, "agl_resource_published", resource=resource)
 
+    def keep(self, close: Callable[[], object]) -> None:
+        """Calls `close` when the run is over, however it ends."""
+        self._kept.append(close)
+
+    def close(self) -> None:
+        """Ends the policy, and all that was given to `keep`."""
+        if self.policy is not None:
+            self.policy.close()
+        while self._kept:
+            self._kept.pop()()
+
     def _publish_policy(self) -> None:
         if self.policy is None or self._endpoint is None:
             raise ConfigError("there is no policy to publish: call loop.serve(policy) first, or publish resources.")
@@ -168,6 +182,8 @@ class Loop:
         self.total = total
         self.before = self._evaluate("before", 0)
         for number in range(self.done + 1, total + 1):
+            if self._finished:
+                break
             self._number = number
             self._strays_before, self._batch, self._episodes = self._strays(), None, []
             yield number
@@ -176,6 +192,10 @@ class Loop:
                     f"step {number} was not reported: call loop.report(metrics) at the end of each step."
                 )
         self.after = self._evaluate("after", total)
+
+    def finish(self) -> None:
+        """`steps` gives no further one: the goal is reached, or nothing is left to pay for another step with."""
+        self._finished = True
 
     def draw(self, count: int) -> list[Task]:
         """The next `count` training tasks: each once per pass over the data."""
@@ -209,14 +229,34 @@ class Loop:
             self._run(wanted[1:])
         else:
             self._run(wanted)
+        return self._seen(wanted, mode)
+
+    def _seen(self, wanted: Sequence[Rollout], mode: str) -> list[Episode]:
+        """What the rollouts brought, counted for the step."""
         episodes = self.store.episodes([rollout.id for rollout in wanted])
         for episode in episodes:
             self._known_agents.update(completion.path for completion in episode.completions)
         if mode == "train":
             counted = {episode.rollout.id for episode in self._episodes}
             self._episodes.extend(e for e in episodes if e.rollout.id not in counted)
-        self._refuse_total_failure(episodes)
+        refuse_total_failure(episodes)
         return episodes
+
+    def try_out(self, trials: Sequence[Trial], mode: str = "train") -> list[Episode]:
+        """Runs each trial once, all of them at the same time, and returns what happened, in their order. A trial that was run
+        before in this run is not run again: what it brought is returned.
+
+        Raises RolloutError when every rollout failed, with the first error.
+        """
+        pins = [{**self._resources, **trial.resources} for trial in trials]
+        for known in pins:
+            if self._check:
+                self._check(known)
+        wanted = [self._trial(trial, pinned, mode) for trial, pinned in zip(trials, pins, strict=True)]
+        if self._watcher:
+            self._watcher.sampling(f"step {self._number}/{self.total}" if mode == "train" else mode, len(wanted))
+        self._run(wanted)
+        return self._seen(wanted, mode)
 
     def rehearse(self, task: Task) -> Episode:
         """Runs a task once and returns what happened, whatever that was."""
@@ -227,22 +267,19 @@ class Loop:
         return self.store.episodes([rollout.id])[0]
 
     def _rollout(self, task: Task, index: int, i: int, sampling: dict[str, Any], mode: str) -> Rollout:
-        place = (self.run.id, mode, self._number, index, task.id)
-        return Rollout(
-            id=digest(*place, i),
-            run_id=self.run.id,
-            task=task.value,
-            task_id=task.id,
-            group_id=digest(*place),
-            step=self._number,
-            mode=mode,
-            resources=dict(self._resources),
-            sampling=sampling,
-            seed=int(digest(self.seed, mode, self._number, index, task.id, i, size=4), 16) >> 1,
-            timeout_s=self._timeout_s,
-            max_attempts=self._max_attempts,
-            created_ns=now_ns(),
-        )
+        return self._made(task, (mode, self._number, index, task.id), i, mode, dict(self._resources), sampling)
+
+    def _trial(self, trial: Trial, pinned: dict[str, int], mode: str) -> Rollout:
+        place = ("trial", mode, sorted(pinned.items()), trial.task.id)
+        return self._made(trial.task, place, trial.number, mode, pinned, {})
+
+    def _made(
+        self, task: Task, place: tuple[Any, ...], i: int, mode: str, resources: dict[str, int], sampling: dict[str, Any]
+    ) -> Rollout:
+        made = planned(self.run.id, self.seed, task, place, i)
+        made.step, made.mode, made.resources, made.sampling = self._number, mode, resources, sampling
+        made.timeout_s, made.max_attempts = self._timeout_s, self._max_attempts
+        return made
 
     def _run(self, wanted: Sequence[Rollout]) -> None:
         """Returns when all have ended."""
@@ -260,19 +297,6 @@ class Loop:
             open_ids -= ended
             if ended and self._watcher:
                 self._watcher.finished(self.store.episodes(sorted(ended)))
-
-    def _refuse_total_failure(self, episodes: Sequence[Episode]) -> None:
-        if any(rollout_reward(e.rewards) is not None or e.completions for e in episodes) or not episodes:
-            return
-        first = next((e.attempt for e in episodes if e.attempt and e.attempt.error), None)
-        assert all(e.rollout.state in FINAL_STATES for e in episodes)
-        outcomes = Counter(e.rollout.outcome.value if e.rollout.outcome else "unknown" for e in episodes)
-        told = ", ".join(f"{name} {count}" for name, count in outcomes.items())
-        detail = first.error if first else "no error was recorded"
-        raise RolloutError(
-            f"none of {len(episodes)} rollouts made a model call or gave a reward ({told}). The first error was:\n{detail}\n"
-            f"See `agl show {episodes[0].rollout.id[:12]}`; run the program by itself on one task to debug it."
-        )
 
     @property
     def pays_spans(self) -> bool:
@@ -322,7 +346,7 @@ class Loop:
         step = Step(
             self.run.id,
             self._number,
-            {**self._sampled(), **{name: float(value) for name, value in metrics.items()}},
+            {**figures(self._episodes), **{name: float(value) for name, value in metrics.items()}},
             ledger.as_dict(),
             str(checkpoint) if checkpoint else None,
             now_ns(),
@@ -345,20 +369,16 @@ class Loop:
         if step.checkpoint and last and last != step.checkpoint:
             shutil.rmtree(last, ignore_errors=True)
 
-    def _sampled(self) -> dict[str, float]:
-        """Figures of the step's training rollouts."""
-        rewards = [r for e in self._episodes if (r := rollout_reward(e.rewards)) is not None]
-        figures = {
-            "rollouts": float(len(self._episodes)),
-            "failed": float(len(self._episodes) - len(rewards)),
-            "calls_per_task": fmean(len(e.completions) for e in self._episodes) if self._episodes else 0.0,
-        }
-        return {"reward": fmean(rewards), **figures} if rewards else figures
-
     def _evaluate(self, when: str, number: int) -> dict[str, Evaluation]:
         if not self.val:
             return {}
         self._number = number
+        if self.policy is None:  # no sampling is ours to choose: one evaluation, of the resources as they are
+            trials = [Trial(task, number=int(when == "after")) for task in self.val]
+            found = {"val": evaluation_of(f"{when}-val", self.try_out(trials, mode="val"))}
+            if self._watcher:
+                self._watcher.evaluated(found["val"])
+            return found
         found = {}
         for name, sampling in EVALUATIONS.items():
             mode = f"{when}-{name}"

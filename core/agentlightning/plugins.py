@@ -7,8 +7,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pluggy
 
@@ -163,12 +164,61 @@ def listening() -> list[str]:
     return sorted(name for name, count in _listening.items() if count > 0)
 
 
+_declared: dict[str, Callable[..., Any]] = {}
+
+MakerT = TypeVar("MakerT", bound=Callable[..., Any])
+
+
+def algorithm_plugin(name: str) -> Callable[[MakerT], MakerT]:
+    """Declares an algorithm of one's own, in this process: `agl.algorithm(name, **knobs)` then makes it.
+
+        @agl.algorithm_plugin("best-of-n")
+        class BestOfN:
+            def run(self, loop): ...
+
+    Of a function `f(loop, **knobs)` too. An entry point in the group `agentlightning.algorithms` does the same for everybody
+    who installs a package. Raises PluginError for a name that is taken.
+    """
+    if not isinstance(name, str):
+        raise PluginError(f"@agl.algorithm_plugin needs a name: write @agl.algorithm_plugin('my-name'), not {name!r}.")
+    if name in names(ALGORITHMS):
+        raise PluginError(f"an installed algorithm is called {name!r} already: choose another name.")
+
+    def declare(maker: MakerT) -> MakerT:
+        _declared[name] = maker if inspect.isclass(maker) else _maker(maker)
+        return maker
+
+    return declare
+
+
+def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a loop and knobs, as the maker of algorithms that run it."""
+    _, *knobs = inspect.signature(function).parameters.values()
+
+    def make(**given: Any) -> FunctionAlgorithm:
+        return FunctionAlgorithm(function, given)
+
+    make.__signature__ = inspect.Signature([k.replace(kind=k.KEYWORD_ONLY) for k in knobs])  # type: ignore[attr-defined]
+    return make
+
+
+@dataclass(frozen=True)
+class FunctionAlgorithm:
+    """An algorithm that is a function."""
+
+    function: Callable[..., Any]
+    knobs: dict[str, Any]
+
+    def run(self, loop: Any) -> None:
+        self.function(loop, **self.knobs)
+
+
 def algorithm(name: str, /, **knobs: Any) -> Any:
     """An algorithm by name, such as `agl.algorithm("grpo", model="path-or-name", agents=["writer"])`.
 
     Raises PluginError as `load` does, and ConfigError for a knob that the algorithm does not have.
     """
-    make = load(ALGORITHMS, name)
+    make = _declared[name] if name in _declared else load(ALGORITHMS, name)
     signature = inspect.signature(make)
     known = ", ".join(signature.parameters)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())

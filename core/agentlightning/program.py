@@ -3,8 +3,9 @@
     @agl.rollout
     def solve(task, policy, prompt): ...
 
-Like a pytest fixture, `policy` and `prompt` are filled from the resources that the rollout has pinned. Everything that
-can be wrong with a signature is found before the first task runs.
+Like a pytest fixture, `policy` and `prompt` are filled from the resources that the rollout has pinned: an endpoint as a
+`PolicyHandle`, a prompt as a `PromptTemplate`. Everything that can be wrong with a signature is found before the first task
+runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from agentlightning.errors import ConfigError, RewardError, RolloutError
+from agentlightning.prompts import KIND as PROMPT
+from agentlightning.prompts import template_of
 from agentlightning.schema import Attempt, Resource, Reward, Rollout, finite, new_id
 
 RESERVED = frozenset({"rollout", "attempt"})
@@ -150,6 +153,8 @@ def _has_length(value: object) -> bool:
 def _injected(resource: Resource, gateway_url: str, attempt_id: str) -> Any:
     if resource.kind in ENDPOINT_KINDS:
         return policy_handle(resource, gateway_url, attempt_id)
+    if resource.kind == PROMPT:
+        return template_of(resource)
     return copy.deepcopy(resource.value)  # the resource is shared by concurrent programs; one may edit what it got
 
 

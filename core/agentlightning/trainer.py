@@ -26,6 +26,7 @@ from agentlightning.recorder import Recorder
 from agentlightning.report import Display, write_results
 from agentlightning.runner import Runner
 from agentlightning.schema import Budget, Run, Step, new_id
+from agentlightning.spool import Spooled
 from agentlightning.store import open_store
 from agentlightning.store.base import LEASE_S
 from agentlightning.tasks import digest, tasks_of
@@ -45,8 +46,10 @@ class Result(msgspec.Struct):
     """Where tables, curves and checkpoints are."""
     steps: list[Step]
     before: dict[str, Evaluation]
-    """`greedy` and `sampled`, on `val`; empty without it."""
+    """On `val`: `greedy` and `sampled` of a policy that is trained, else `val`; empty without `val`."""
     after: dict[str, Evaluation]
+    details: Any = None
+    """What the algorithm has to show besides: of prompt optimisation the winner, its diff and a table per example."""
 
     @property
     def trained_agents(self) -> list[str]:
@@ -110,7 +113,8 @@ class Trainer:
         self._observers = _manager(plugins)
         self.store = open_store(store)
         self.folder = Path(folder) if folder else _folder_beside(store)
-        self._gateway = Gateway(self.store, host=host, port=int(port))
+        self._sink = Spooled(self.store)
+        self._gateway = Gateway(self.store, host=host, port=int(port), sink=self._sink)
         self._started = False
 
     @property
@@ -134,7 +138,7 @@ class Trainer:
             loop = Loop(self.store, run, session.folder, train=tasks, val=held_out, **session.options(self, checked))
             session.close_policy_of(loop)
             self.algorithm.run(loop)
-            result = Result(run.id, session.folder, loop.history, loop.before, loop.after)
+            result = Result(run.id, session.folder, loop.history, loop.before, loop.after, loop.details)
             write_results(result.folder, result.steps, result.before, result.after)
             session.display.end(result.before, result.after, result.folder)
         return result
@@ -163,6 +167,7 @@ class Trainer:
     def close(self) -> None:
         """Frees the gateway's port and the store; safe to call twice."""
         self._gateway.close()
+        self._sink.close()
         self.store.close()
 
     def _config(self, program: Program, **more: str) -> dict[str, object]:
@@ -204,7 +209,7 @@ class Trainer:
         with ExitStack() as stack:
             session = _Session(stack, self.folder / run.id[:12])
             stack.callback(propagate_to(root))
-            recorder = Recorder(self.store)
+            recorder = Recorder(self._sink)
             stack.callback(recorder.close)
             runner = Runner(
                 self.store,
@@ -254,7 +259,7 @@ class _Session:
         self.runner.start()
 
     def close_policy_of(self, loop: Loop) -> None:
-        self._stack.callback(lambda: loop.policy.close() if loop.policy else None)
+        self._stack.callback(loop.close)
 
 
 class _Hold:

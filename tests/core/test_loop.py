@@ -10,7 +10,8 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import ConfigError, NothingToTrain, RolloutError, UnknownAgent
 from agentlightning.loop import PATIENCE, Loop
-from agentlightning.schema import Episode, Resource
+from agentlightning.prompts import PromptTemplate, resource_of
+from agentlightning.schema import Episode
 from tests.core.trainer_world import TRAIN, VAL, Trainers, post, solve
 from tests.fakes.engine import Fault
 from tests.fakes.policy import Learner
@@ -77,12 +78,12 @@ def test_a_resource_reaches_the_program_by_name_at_the_version_that_was_current(
         def run(self, loop: Loop) -> None:
             self.serve(loop)
             for number in loop.steps(2):
-                loop.publish(Resource("hint", number, "prompt", {"text": f"hint {number}"}))
+                loop.publish(resource_of("hint", number, PromptTemplate(f"hint {number}")))
                 loop.sample(loop.draw(1))
                 loop.report({})
 
     def program(task: Any, policy: Any, hint: Any) -> float:
-        read.append(hint["text"])
+        read.append(hint.text)
         return solve(task, policy)
 
     trainers(Prompting()).fit(program, train=TRAIN)

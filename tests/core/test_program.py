@@ -12,6 +12,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, RewardError, RolloutError
 from agentlightning.program import PolicyHandle, Program, program_of, returned_rewards, rollout
+from agentlightning.prompts import PromptTemplate, resource_of
 from agentlightning.schema import Attempt, Resource, Rollout, new_id
 
 GATEWAY = "http://127.0.0.1:4321"
@@ -19,7 +20,7 @@ ATTEMPT = Attempt(id=new_id(), rollout_id="r", number=1, worker="w")
 RESOURCES = {
     "policy": Resource("policy", 7, "policy", {"base_url": "http://engine/v1"}),
     "judge": Resource("judge", 1, "llm", {"base_url": "http://judge/v1"}),
-    "prompt": Resource("prompt", 3, "prompt", {"template": "Answer {question}"}),
+    "prompt": resource_of("prompt", 3, PromptTemplate("Answer {question}")),
     "tools": Resource("tools", 2, "settings", {"names": ["search"]}),
 }
 ROLLOUT = Rollout("r", "run", {"question": "?"}, "t", "g", resources={name: r.version for name, r in RESOURCES.items()})
@@ -42,7 +43,7 @@ class TestParameters:
         root = f"{GATEWAY}/attempts/{ATTEMPT.id}/v1"
         assert given["policy"] == PolicyHandle(root, f"agl-{ATTEMPT.id}", "policy", 7, "policy")
         assert (given["judge"].model, given["judge"].version) == ("judge", 1)
-        assert given["prompt"] == {"template": "Answer {question}"}
+        assert given["prompt"] == PromptTemplate("Answer {question}")
         assert given["tools"] == {"names": ["search"]}
 
     def test_only_what_is_asked_for_is_read(self):
@@ -67,7 +68,7 @@ class TestParameters:
     def test_a_default_stands_in_for_a_missing_resource(self):
         def solve(task, critic=None, prompt=None): ...
 
-        assert bind(solve) == {"prompt": {"template": "Answer {question}"}}
+        assert bind(solve) == {"prompt": PromptTemplate("Answer {question}")}
 
     def test_b94_an_unknown_parameter_names_what_is_known(self):
         def solve(task, polciy): ...

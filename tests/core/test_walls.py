@@ -115,6 +115,7 @@ IMPORTED_AS = {"openai-agents": "agents"}
 
 
 LAZY = {
+    "agentlightning/prompts.py": {"jinja2"},
     "agentlightning/propagation.py": {"httpx2"},
     "agentlightning/results.py": {"matplotlib"},
     "agentlightning/store/postgres.py": {"psycopg"},
