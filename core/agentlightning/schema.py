@@ -371,4 +371,9 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_extra)
 
 def decode(data: bytes, kind: Any) -> Any:
     """The inverse of `encode`; refuses unknown keys and wrong types."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_extra, ext_hook=_decode_array)
+    return decoder(kind)(data)
+
+
+def decoder(kind: Any) -> Callable[[bytes], Any]:
+    """`decode` for one kind of value, prepared for many."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra, ext_hook=_decode_array).decode

@@ -110,6 +110,32 @@ def explain(
     print_explanation(record, store, json)
 
 
+store_app = typer.Typer(help="Serve a store to other machines.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+
+
+@store_app.command()
+def serve(
+    url: Annotated[str, typer.Argument(help="The store: sqlite:///runs.db, postgresql://...", metavar="STORE")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; others need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0: any free one.")] = 4747,
+    key: Annotated[str, typer.Option("--key", envvar="AGL_STORE_KEY", help="What every caller must bring.")] = "",
+    most_mb: Annotated[int, typer.Option("--max-body-mb", help="The largest request, in MiB.")] = 256,
+) -> None:
+    """Serve a store over HTTP; others open it as http://HOST:PORT."""
+    from agentlightning.cli.store import serve as serve_store
+
+    serve_store(url, host, port, key, most_mb)
+
+
+@store_app.command()
+def key(attempt: Annotated[str, typer.Argument(help="Id of an attempt.", metavar="ATTEMPT")]) -> None:
+    """Print the key that may write this attempt and nothing else (from AGL_STORE_KEY)."""
+    from agentlightning.cli.store import print_attempt_key
+
+    print_attempt_key(attempt)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `agl` and ends the process: 0 when done, 2 for an error with its cure on stderr."""
     try:

@@ -15,7 +15,8 @@ import msgspec
 from agentlightning.context import AGENT_KEY, parse_baggage, parse_traceparent
 from agentlightning.schema import DEFAULT_AGENT
 
-_KEY = re.compile(r"(?:bearer\s+)?agl-([0-9a-f]{32})\s*", re.IGNORECASE)
+_KEY = re.compile(r"(?:bearer\s+)?agl-([0-9a-f]{32})(?:-[0-9a-f]{32})?\s*", re.IGNORECASE)
+"""Also what a store server takes for an attempt's key (`store/keys.py`): one key for both."""
 
 
 _SAID = frozenset({b"authorization", b"x-api-key", b"traceparent", b"baggage"})

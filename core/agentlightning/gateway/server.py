@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
-import uvicorn
-
 from agentlightning.errors import GatewayError
 from agentlightning.gateway.app import Door
 from agentlightning.gateway.directory import Directory
 from agentlightning.gateway.proxy import Proxy
-from agentlightning.gateway.writer import Writer
+from agentlightning.gateway.writer import Sink, Writer
+from agentlightning.serving import listen, url_of, uvicorn_server
 from agentlightning.store.base import Store
-
-KEEP_ALIVE_S = 300
-"""Longer than clients keep idle connections, so that it is never us who close one that a client is about to use."""
 
 
 class Gateway:
@@ -38,11 +32,12 @@ class Gateway:
         port: int = 0,
         refresh_s: float = 1.0,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sink: Sink | None = None,
     ) -> None:
         """`port` 0: any free one. `refresh_s`: for how long an attempt is believed to be still running.
-        `sleep`: awaited before a request to the engine is tried again."""
+        `sleep`: awaited before a request to the engine is tried again. `sink`: what records are written to, if not `store`."""
         self._host, self._port = host, port
-        self._writer = Writer(store)
+        self._writer = Writer(sink or store)
         self._directory = Directory(store, refresh_s=refresh_s)
         self._door = Door(self._directory, Proxy(self._writer, sleep=sleep))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,22 +47,9 @@ class Gateway:
 
     def start(self) -> Self:
         """Serves from now on. Raises GatewayError when the address cannot be used."""
-        self._socket = _listen(self._host, self._port)
+        self._socket = listen(self._host, self._port, "the gateway", GatewayError)
         self._port = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            self._door.app,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            lifespan="off",
-            ws="none",
-            loop="asyncio",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=5,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn_server(self._door.app)
         self._writer.start()
         self._thread.start()
         self._ready.wait()
@@ -76,8 +58,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """The root, without a slash at its end."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return url_of(self._host, self._port)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -176,20 +157,3 @@ class Gateway:
             self._door.proxy.close()
             for _ in range(3):  # a transport closes its socket some rounds after it was told to
                 await asyncio.sleep(0)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    # The protocol must be named: asyncio sets TCP_NODELAY only then, and without it each answer waits 40 ms.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise GatewayError(
-            f"the gateway cannot listen on {host}:{port} ({error}): choose another, or port 0."
-        ) from error
-    return listener

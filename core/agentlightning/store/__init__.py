@@ -10,12 +10,17 @@ if TYPE_CHECKING:
 __all__ = ["open_store"]
 
 
-def open_store(url: str, *, create: bool = True) -> Store:
-    """The store at `url`: `sqlite:///path/to/file.db`, or `sqlite://` for one in memory that ends with the process.
+def open_store(url: str, *, create: bool = True, key: str | None = None) -> Store:
+    """The store at `url`: `sqlite:///path/to/file.db`, `sqlite://` for one in memory that ends with the process,
+    `postgresql://user@host/database`, or `http://host:port` of a store's server (`agl store serve`).
 
-    A missing file is made unless `create` is False. Raises StoreError for a URL, file or schema version that it cannot
-    use, with the cure.
+    A missing file is made unless `create` is False. `key`: of a server; without it, that of `AGL_STORE_KEY`. Raises
+    StoreError for a URL, file or schema version that it cannot use, with the cure.
     """
+    if url.startswith(("http://", "https://")):
+        from agentlightning.store.client import http_store
+
+        return http_store(url, key)
     from agentlightning.store.sql import SqlStore  # SQLAlchemy takes a while to import
 
     return SqlStore(url, create=create)

@@ -24,7 +24,7 @@ attempt, or calling `heartbeat`, extends its lease.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentlightning.schema import (
     Attempt,
@@ -64,8 +64,12 @@ class Store(Protocol):
 
     url: str
 
+    @property
+    def identity(self) -> str:
+        """The same through every door to this store and in every process; another store has another one."""
+
     # Runs and steps: what a trainer writes so that it can resume.
-    def begin_run(self, name: str, config: dict[str, object], owner: str, lease_s: float = LEASE_S) -> Run:
+    def begin_run(self, name: str, config: dict[str, Any], owner: str, lease_s: float = LEASE_S) -> Run:
         """The newest unfinished run with this name and configuration, or a new one; held by `owner`.
 
         Raises RunInUse while another owner's lease lives (an owner `host:pid:nonce` whose process on this host is
@@ -110,7 +114,8 @@ class Store(Protocol):
     def lease(
         self, worker: str, limit: int = 1, lease_s: float = LEASE_S, run_id: str | None = None, token: str = ""
     ) -> list[tuple[Rollout, Attempt]]:
-        """Up to `limit` queued or expired rollouts, by priority (high first) then age, each with a new attempt.
+        """Up to `limit` queued or expired rollouts, by priority (high first) then age, each with a new attempt. A limit of
+        0 only gives up the attempts whose lease ran out.
 
         `token`: a secret of this call. The same call again with the same token gives the attempts that it began, and
         begins none if it did: for callers whose answer may get lost on its way.

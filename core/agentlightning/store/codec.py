@@ -28,7 +28,7 @@ from agentlightning.schema import (
     encode,
 )
 from agentlightning.store import tables as t
-from agentlightning.store.records import Worker
+from agentlightning.store.records import Worker, title
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class Codec(Generic[T]):
             row[name] = np.ascontiguousarray(row[name], dtype=dtype).tobytes()
         if self.rest:
             body = {name: getattr(record, name) for name in self.rest}
-            row["body"] = pack(body, self._title(record), self._lenient)
+            row["body"] = pack(body, title(record), self._lenient)
         row.update(overrides)
         return row
 
@@ -114,10 +114,6 @@ class Codec(Generic[T]):
         if self.rest:
             fields.update(unpack(row[len(self.names)]))
         return self._kind(**fields)
-
-    def _title(self, record: T) -> str:
-        name = getattr(record, "id", None) or getattr(record, "name", None) or getattr(record, "number", "")
-        return f"{type(record).__name__} {name}"
 
 
 RUN = Codec(Run, t.runs)

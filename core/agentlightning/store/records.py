@@ -33,3 +33,9 @@ class News(msgspec.Struct, forbid_unknown_fields=True):
     spans: list[Span] = []
     completions: list[Completion] = []
     rewards: list[Reward] = []
+
+
+def title(record: object) -> str:
+    """What an error calls it."""
+    name = getattr(record, "id", None) or getattr(record, "name", None) or getattr(record, "number", "")
+    return f"{type(record).__name__} {name}"

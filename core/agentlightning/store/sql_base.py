@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,6 +40,18 @@ class SqlBase:
         self._put_span = span.on_conflict_do_update(
             index_elements=["attempt_id", "id"], set_=changed, where=t.spans.c.status == "open"
         )
+
+    @property
+    def identity(self) -> str:
+        found = sa.select(t.meta.c.value).where(t.meta.c.key == "identity")
+        with self._session.read() as connection:
+            number = connection.scalar(found)
+        if number is None:  # drawn when somebody first asks
+            drawn = {"key": "identity", "value": secrets.randbits(63)}
+            with self._session.write(durable=True) as connection:
+                connection.execute(self._session.insert(t.meta).on_conflict_do_nothing(), drawn)
+                number = connection.scalar(found)
+        return f"{number:016x}"
 
     def close(self) -> None:
         self._session.close()
