@@ -7,6 +7,7 @@ one thread therefore takes all attempts that ended meanwhile and pays for them o
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from agentlightning.errors import NotFound, RewardError, StoreError, Superseded
+from agentlightning.errors import NotFound, RewardError, StoreError, StoreUnavailable, Superseded
 from agentlightning.execution import Call, Ended
 from agentlightning.outcomes import Failure, describe, failure_of
 from agentlightning.program import returned_rewards
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Pauses between the tries of a write that the store refuses; then the attempt is left to its lease."""
 
-FLUSH_S = 30.0
-"""How long the store may take for the records of attempts that have ended."""
+AWAY_S = 300.0
+"""How long attempts that have ended wait for a store that is away, unless the runner is told to hurry."""
 
 T = TypeVar("T")
 
@@ -135,6 +136,7 @@ class Finisher:
         self._store, self._recorder, self._barrier = store, recorder, barrier
         self._judge, self._finished = judge, finished
         self._queue: SimpleQueue[tuple[Job, Ended] | None] = SimpleQueue()
+        self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agl-finisher", daemon=True)
 
     def start(self) -> None:
@@ -142,6 +144,10 @@ class Finisher:
 
     def put(self, job: Job, ended: Ended) -> None:
         self._queue.put((job, ended))
+
+    def hurry(self) -> None:
+        """A store that is away is not waited for any more."""
+        self._hurry.set()
 
     def close(self) -> None:
         """Returns when all that was put has been closed."""
@@ -168,7 +174,7 @@ class Finisher:
             return
         self._flush(verdicts)
         try:
-            self._barrier()
+            self._waited(lambda left: self._barrier(), AWAY_S)
         except Exception as trouble:  # noqa: BLE001  told in each attempt
             log.warning("the model calls of %d attempts may be incomplete: %s", len(verdicts), trouble)
             for verdict in verdicts:
@@ -183,41 +189,56 @@ class Finisher:
             self._finished(verdict.job, verdict.outcome, self._finish(verdict))
 
     def _flush(self, verdicts: list[Verdict]) -> None:
-        """What one attempt lost spoils no other; a store that takes nothing is waited for once, not once for each."""
-        give_up_at = time.monotonic() + FLUSH_S
+        """What one attempt lost spoils no other; a store that is away is waited for once, not once for each."""
+        give_up_at = time.monotonic() + AWAY_S
         for verdict in verdicts:
             attempt_id = verdict.job.attempt.id
+            flush = functools.partial(self._recorder.flush, attempt_id)
             try:
-                self._recorder.flush(attempt_id, timeout_s=max(0.0, give_up_at - time.monotonic()))
+                self._waited(lambda left, flush=flush: flush(timeout_s=left), max(0.0, give_up_at - time.monotonic()))  # type: ignore[misc]
             except Exception as trouble:  # noqa: BLE001  told in the attempt
                 log.warning("the records of attempt %s may be incomplete: %s", attempt_id, trouble)
                 verdict.spoil(trouble)
+
+    def _waited(self, barrier: Callable[[float], None], limit_s: float) -> None:
+        """Asks again while the store is away; each time for a moment only, so that `hurry` is heard."""
+        give_up_at = time.monotonic() + limit_s
+        while True:
+            left = give_up_at - time.monotonic()
+            try:
+                return barrier(max(0.0, min(1.0, left)))
+            except StoreUnavailable:
+                if left <= 1.0 or self._hurry.wait(0.05):
+                    raise
 
     def _add(self, verdicts: list[Verdict]) -> None:
         spans = [span for verdict in verdicts for span in verdict.spans]
         rewards = [reward for verdict in verdicts for reward in verdict.rewards]
         if spans or rewards:
-            _patiently(lambda: self._store.add(spans=spans, rewards=rewards))
+            self._patiently(lambda: self._store.add(spans=spans, rewards=rewards))
 
     def _finish(self, verdict: Verdict) -> RolloutState | None:
         attempt = verdict.job.attempt
         try:
-            return _patiently(lambda: self._store.finish(attempt.id, verdict.outcome, verdict.error))
+            return self._patiently(lambda: self._store.finish(attempt.id, verdict.outcome, verdict.error))
         except Superseded as error:
             log.info("%s", error)
         except Exception:
             log.exception("attempt %s could not be finished; it is left to its lease", attempt.id)
         return None
 
-
-def _patiently(write: Callable[[], T]) -> T:
-    """Writes are idempotent, so one that may or may not have arrived is simply repeated."""
-    for pause in PATIENCE_S:
-        try:
-            return write()
-        except (NotFound, Superseded):
-            raise
-        except (StoreError, OSError) as error:
-            log.warning("the store refused a write, next try in %g s: %s", pause, error)
-            time.sleep(pause)
-    return write()
+    def _patiently(self, write: Callable[[], T]) -> T:
+        """Writes are idempotent, so one that may or may not have arrived is simply repeated."""
+        give_up_at, pauses = time.monotonic() + AWAY_S, iter(PATIENCE_S)
+        while True:
+            try:
+                return write()
+            except (NotFound, Superseded):
+                raise
+            except (StoreError, OSError) as error:
+                away = isinstance(error, StoreUnavailable) and time.monotonic() < give_up_at
+                pause = next(pauses, PATIENCE_S[-1] if away and not self._hurry.is_set() else None)
+                if pause is None:
+                    raise
+                log.warning("the store refused a write, next try in %g s: %s", pause, error)
+                time.sleep(pause)

@@ -10,15 +10,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from agentlightning.context import Scope, current
-from agentlightning.errors import NotFound, StoreError, Superseded
+from agentlightning.errors import StoreError, StoreUnavailable
 from agentlightning.plain import plain
 from agentlightning.schema import Reward, Span, SpanKind, finite, new_id, new_span_id, now_ns
+from agentlightning.spool import may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ Record: TypeAlias = Span | Reward
 
 
 class Sink(Protocol):
-    """The part of a store that a recorder needs."""
+    """The part of a store that a recorder needs. One that has `settle` too (`spool.py`) is asked for it by `flush`."""
 
     def add(self, spans: Sequence[Span] = (), completions: Sequence[Any] = (), rewards: Sequence[Reward] = ()) -> None:
         """Appends in one transaction."""
@@ -51,6 +52,7 @@ class Recorder:
 
     def __init__(self, store: Sink, *, linger_s: float = LINGER_S, capacity: int = CAPACITY) -> None:
         self._store = store
+        self._settle: Callable[[float], None] | None = getattr(store, "settle", None)
         self._linger_s = linger_s
         self._capacity = capacity
         self._queue: queue.SimpleQueue[Record | _Barrier | None] = queue.SimpleQueue()  # safe within finalizers
@@ -135,18 +137,21 @@ class Recorder:
     def flush(self, attempt_id: str | None = None, *, timeout_s: float = 30.0) -> None:
         """Returns when everything handed in before is committed.
 
-        Raises StoreError when the store takes nothing for `timeout_s` (the records are kept and tried again), or when
-        records of this attempt (of any, without `attempt_id`) were lost since the last flush that said so.
+        Raises StoreUnavailable when the store takes nothing for `timeout_s` (the records are kept and tried again), and
+        StoreError when records of this attempt (of any, without `attempt_id`) were lost since the last flush that said so.
         """
+        give_up_at = time.monotonic() + timeout_s
         if self._give_up_at is None:
             barrier = _Barrier()
             self._queue.put(barrier)
             self._hurry.set()
             if not barrier.wait(timeout_s):
-                raise StoreError(
+                raise StoreUnavailable(
                     f"the store has taken no records for {timeout_s:g} s ({self._trouble or 'no answer'}): check that "
                     "it is up and its disk has room; the records are kept and tried again."
                 )
+            if self._settle is not None:
+                self._settle(max(0.0, give_up_at - time.monotonic()))
         self._tell_lost(attempt_id)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -245,7 +250,7 @@ class Recorder:
                 self._trouble = None
                 return
             except Exception as error:  # noqa: BLE001  stores fail in their own ways; none may reach the user's program
-                if not _may_pass(error):
+                if not may_pass(error):
                     return self._isolate(records, error)
                 self._trouble = error
                 if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
@@ -282,10 +287,6 @@ class CurrentRecorder(Recorder):
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Nothing: the recorder belongs to whoever made it."""
-
-
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, (StoreError, OSError)) and not isinstance(error, (NotFound, Superseded))
 
 
 def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Any]:

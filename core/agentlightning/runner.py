@@ -342,6 +342,7 @@ class Runner:
             return
         self._feeder.join()
         if not drain:
+            self._finisher.hurry()
             for job in self._running():
                 self._interrupt(job, Outcome.INFRA_ERROR, "the runner was stopped")
         with self._changed:

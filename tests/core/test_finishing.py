@@ -56,7 +56,7 @@ def test_what_one_attempt_lost_spoils_no_other(tmp_path: Path) -> None:
 
 def test_a_store_that_takes_nothing_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each of the attempts that wait; and what they wrote is not lost when it comes back."""
-    monkeypatch.setattr("agentlightning.finishing.FLUSH_S", 0.2)
+    monkeypatch.setattr("agentlightning.finishing.AWAY_S", 0.2)
     away, together = threading.Event(), threading.Barrier(8)
 
     def refuse(records: Any) -> None:

@@ -9,20 +9,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from agentlightning.errors import GatewayError
 from agentlightning.schema import Completion, Span
-from agentlightning.store.base import Store
 
 logger = logging.getLogger("agentlightning.gateway")
 
 Record = Completion | Span
 
+
+class Sink(Protocol):
+    """The part of a store that a writer needs. One that has `settle` too (`spool.py`) is asked for it by `flush`."""
+
+    def add(self, spans: Sequence[Span] = (), completions: Sequence[Completion] = ()) -> None: ...
+
+
 LINGER_S = 0.02
 """Seconds a record waits for others to share its transaction; `flush` ends the wait."""
+
+
+SETTLE_S = 1.0
+"""How long `flush` waits for a store that is away; whoever can wait longer asks again."""
 
 
 class _Failure(msgspec.Struct):
@@ -33,8 +44,9 @@ class _Failure(msgspec.Struct):
 class Writer:
     """`sleep(seconds)` is called between tries; `tries` per transaction."""
 
-    def __init__(self, store: Store, *, tries: int = 6, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, store: Sink, *, tries: int = 6, sleep: Callable[[float], None] = time.sleep) -> None:
         self._store, self._tries = store, tries
+        self._settle: Callable[[float], None] | None = getattr(store, "settle", None)
         self._changed = threading.Condition()
         self._waiting: list[Record] = []
         self._handed_in = self._settled = 0
@@ -59,7 +71,8 @@ class Writer:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Returns when all that was handed in is committed. Raises GatewayError when some of it could not be."""
+        """Returns when all that was handed in is committed. Raises GatewayError when some of it could not be, and
+        StoreUnavailable when some of it waits on disk for a store that is away (`spool.py`)."""
         with self._changed:
             goal = self._handed_in
             while self._settled < goal and self._thread.is_alive():
@@ -72,6 +85,8 @@ class Writer:
                 f"{failure.records} records of model calls could not be stored ({failure.cause}): mend the store (space, "
                 "permissions, other processes that lock it) and run the step again."
             )
+        if self._settle is not None and not self._closing:
+            self._settle(SETTLE_S)
 
     def close(self) -> None:
         """Stores what is left and ends the thread; raises like `flush`."""
