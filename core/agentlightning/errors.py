@@ -17,6 +17,10 @@ class PromptError(AgentLightningError):
     """A prompt cannot be read or filled: a gap without a value, a value without a gap, braces that do not close."""
 
 
+class ReplayError(AgentLightningError):
+    """A recording of model calls is missing, broken or only replayed; or its server cannot start."""
+
+
 class PluginError(AgentLightningError):
     """A plug-in is unknown, broken, or its extra is not installed."""
 
