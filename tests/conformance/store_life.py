@@ -45,6 +45,24 @@ class Life:
             store.enqueue([rollout("r1", retry=retry)])
         assert store.rollouts() == []
 
+    def test_what_is_given_back_begins_again_and_costs_no_attempt(self, store: Store) -> None:
+        first = begin(store, max_attempts=1, retry={"infra_error": 0})
+        store.give_back([first.id, "nothing"], "the worker stops")
+        assert state_of(store) == "queued"
+        ((_, second),) = store.lease("w", lease_s=LONG)
+        assert second.number == 2
+        store.give_back([first.id], "again, by somebody who did not hear of it")
+        assert state_of(store) == "running", "an attempt that has ended gives nothing back"
+        with pytest.raises(Superseded):
+            store.finish(first.id, Outcome.OK)
+        assert [(a.outcome, a.error) for a in store.attempts("r1")] == [
+            ("infra_error", "the worker stops"),
+            (None, None),
+        ]
+        assert store.finish(second.id, Outcome.AGENT_ERROR) == "failed"
+        store.give_back([second.id], "too late")
+        assert state_of(store) == "failed"
+
     def test_the_same_lease_again_is_the_same_lease(self, store: Store) -> None:
         store.enqueue([rollout(f"r{number}") for number in range(5)])
         first = store.lease("w", limit=3, lease_s=LONG, token="secret")

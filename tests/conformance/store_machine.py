@@ -120,6 +120,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.heartbeat([one.id], LONG) == ([] if one.outcome is None else [one.id])
         one.dying = False
 
+    @rule(one=tries)
+    def give_back(self, one: Try) -> None:
+        self.store.give_back([one.id], "it stops")
+        if one.outcome is None:
+            one.outcome = Outcome.INFRA_ERROR
+            one.rollout.max_attempts += 1
+            one.rollout.move(RolloutState.QUEUED)
+
     @rule(model=consumes(rollouts))
     def cancel(self, model: Model) -> None:
         self.store.cancel([model.id])

@@ -14,7 +14,7 @@ State of a rollout moves only along `TRANSITIONS`:
 | queued | running | `lease` |
 | queued, running | cancelled | `cancel`, or `finish` as `cancelled` |
 | running | succeeded | `finish` as `ok` or `truncated` |
-| running | queued | `finish` as an outcome that is tried again, or a lease that ran out, with attempts left |
+| running | queued | `finish` as an outcome that is tried again, or a lease that ran out, with attempts left; `give_back` |
 | running | failed | `finish` as any other outcome, or a lease that ran out, without attempts left |
  A lease that runs out lets the next `lease` begin another attempt if
 `max_attempts` allows it; otherwise the rollout fails with `infra_error`. Adding a span, completion or reward to an
@@ -130,6 +130,11 @@ class Store(Protocol):
 
         Raises Superseded when the attempt is no longer the one that decides.
         """
+
+    def give_back(self, attempt_ids: Sequence[str], reason: str) -> None:
+        """Ends attempts as `infra_error` and queues their rollouts again, whatever their retry policy; the attempts are not
+        counted against `max_attempts`. For workers that stop, and for calls whose gateway died. Those that have ended or
+        were superseded are left alone."""
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
         """Ends rollouts that have not ended yet, and their attempts."""

@@ -76,6 +76,7 @@ class HttpStore:
     enqueue = _remote(Store.enqueue)
     heartbeat = _remote(Store.heartbeat)
     finish = _remote(Store.finish)
+    give_back = _remote(Store.give_back)
     cancel = _remote(Store.cancel)
     rollouts = _remote(Store.rollouts)
     attempts = _remote(Store.attempts)

@@ -170,22 +170,33 @@ def finish(connection: Connection, attempt_id: str, outcome: Outcome, error: str
 
 
 def release(connection: Connection, worker: str) -> None:
-    """Queues again what a worker held that is known to be gone. Its attempts end, but are not counted against the limit:
-    the fault was not theirs."""
+    """Queues again what a worker held that is known to be gone."""
+    _requeue(connection, attempts.c.worker == worker, f"its worker {worker} is gone")
+
+
+def give_back(connection: Connection, attempt_ids: Sequence[str], reason: str) -> None:
+    """Queues again what these attempts were to do; those that have ended are left alone."""
+    for ids in chunks(attempt_ids):
+        _requeue(connection, attempts.c.id.in_(ids), reason)
+
+
+def _requeue(connection: Connection, which: sa.ColumnElement[bool], reason: str) -> None:
+    """The attempts end, but are not counted against the limit: the fault was not theirs."""
     held = (
         select(attempts.c.id, attempts.c.rollout_id)
         .join(rollouts, rollouts.c.id == attempts.c.rollout_id)
-        .where(running, attempts.c.worker == worker)
+        .where(running, which)
         .order_by(rollouts.c.id)
         .with_for_update(of=rollouts)
     )
-    found = connection.execute(held).all()
-    for ids in chunks(attempt_id for attempt_id, _ in found):
+    rollout_of = {attempt_id: rollout_id for attempt_id, rollout_id in connection.execute(held)}
+    for ids in chunks(rollout_of):
         _hold(connection, _HOLD, ids)
-    for attempt_id, rollout_id in found:
-        one_more = update(rollouts).where(rollouts.c.id == rollout_id)
-        connection.execute(one_more.values(max_attempts=rollouts.c.max_attempts + 1))
-        _end(connection, attempt_id, rollout_id, Outcome.INFRA_ERROR, f"its worker {worker} is gone", True)
+        # Asked again: whoever held the lock before us may have ended them.
+        for attempt_id in connection.scalars(select(attempts.c.id).where(attempts.c.id.in_(ids), running)).all():
+            one_more = update(rollouts).where(rollouts.c.id == rollout_of[attempt_id])
+            connection.execute(one_more.values(max_attempts=rollouts.c.max_attempts + 1))
+            _end(connection, attempt_id, rollout_of[attempt_id], Outcome.INFRA_ERROR, reason, True)
 
 
 def cancel(connection: Connection, rollout_ids: Sequence[str]) -> None:

@@ -72,6 +72,11 @@ class SqlStore(SqlRuns, SqlRecords):
         self._session.notify()
         return state
 
+    def give_back(self, attempt_ids: Sequence[str], reason: str) -> None:
+        with self._session.write() as connection:
+            queue.give_back(connection, attempt_ids, reason)
+        self._session.notify()
+
     def cancel(self, rollout_ids: Sequence[str]) -> None:
         with self._session.write() as connection:
             reads.require(connection, rollout_ids)
