@@ -1,4 +1,4 @@
-"""The store's doors as a Starlette application: `/store/<method>`, health, and what Prometheus reads.
+"""The store's doors as a Starlette application: `/store/<method>`, `/v1/traces`, health, and what Prometheus reads.
 
 A store blocks, so it is called on threads. Keys are looked at before a body is read, and a body is checked whole before
 anything is written.
@@ -26,6 +26,8 @@ from agentlightning.store.calls import CALLS, FIRST_CALL, STORE_HEADER, Call, He
 from agentlightning.store.groups import Group
 from agentlightning.store.keys import Caller, caller
 from agentlightning.store.meters import Meters
+from agentlightning.store.otlp import Intake
+from agentlightning.store.otlp_wire import PROTOBUF, heard, receipt
 from agentlightning.store.requests import Receive, Refused, Scope, Send, answer, tell, type_of, wants_json, whole_body
 from agentlightning.store.waits import LONGEST_S, Waits
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 THREADS = 16
 ATTEMPT_BYTES = 32 * 2**20
 """Of a body that comes with an attempt's key."""
+
+_Serve = Callable[[Scope, dict[bytes, bytes], Receive, Send], Awaitable[None]]
 
 
 class Service:
@@ -49,9 +53,11 @@ class Service:
         self._enqueues: Group[list[Any]] = Group(
             self.pool, lambda calls: store.enqueue(list(chain.from_iterable(calls))), len
         )
-        doors: list[tuple[str, str, Callable[..., Awaitable[str]]]] = [
+        self._intake, self._one_intake = Intake(store), asyncio.Lock()
+        doors: list[tuple[str, str, _Serve]] = [
             (f"/store/{FIRST_CALL}", "GET", self._hello),
             ("/store/{method}", "POST", self._method),
+            ("/v1/traces", "POST", self._traces),
             ("/metrics", "GET", self._metrics),
             ("/healthz", "GET", self._healthy),
             ("/readyz", "GET", self._ready),
@@ -70,7 +76,7 @@ class Service:
         if who.attempt_id is not None:
             raise Refused(
                 403,
-                f"the key of attempt {who.attempt_id} only writes that attempt's spans, completions and rewards (/store/add): use the store's key.",
+                f"the key of attempt {who.attempt_id} only writes that attempt's spans, completions and rewards (/store/add, /v1/traces): use the store's key.",
                 "Forbidden",
             )
 
@@ -93,7 +99,7 @@ class Service:
         names = ("spans", "completions", "rewards")
         self.store.add(**{name: list(chain.from_iterable(call[name] for call in calls)) for name in names})
 
-    async def _method(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> str:
+    async def _method(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         name: str = scope["path_params"]["method"]
         if name != "add":
             self.only_store_key(headers)
@@ -113,7 +119,6 @@ class Service:
             await answer(send, 200, as_json(result), JSON)
         else:
             await answer(send, 200, *written(result))
-        return name
 
     async def _result(self, call: Call, arguments: dict[str, Any], who: Caller, receive: Receive) -> Any:
         if call.name == "add":
@@ -139,14 +144,25 @@ class Service:
                 "another port, and mend the URL; nothing was written here.",
             )
 
-    async def _hello(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> str:
+    async def _hello(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         self.who(headers)
         self._refuse_mistaken(headers)
         hello = Hello(self.identity, SCHEMA_VERSION, LONGEST_S)
         await answer(send, 200, *((as_json(hello), JSON) if wants_json(headers, JSON) else written(hello)))
-        return "hello"
 
-    async def _metrics(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> str:
+    async def _traces(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        who = self.who(headers)
+        kind = type_of(headers, (PROTOBUF, JSON))
+        found = heard(await self.body(who, headers, receive), kind)
+        async with self._one_intake:
+            loop = asyncio.get_running_loop()
+            spans, rewards, refused = await loop.run_in_executor(self.pool, self._intake.take, found, who)
+        if spans:
+            await self.add({"spans": spans, "completions": [], "rewards": rewards}, who)
+        self.meters.left_out += sum(refused.values())
+        await answer(send, 200, receipt(kind, sum(refused.values()), "; ".join(refused)), kind)
+
+    async def _metrics(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         self.only_store_key(headers)
         backlog = await asyncio.get_running_loop().run_in_executor(self.pool, self.store.backlog)
         gauges = {f"agl_rollouts_{state}": count for state, count in backlog.items()}
@@ -154,16 +170,13 @@ class Service:
         gauges["agl_store_add_transactions"] = self._adds.transactions
         text = self.meters.text(gauges).encode()
         await answer(send, 200, text, "text/plain; version=0.0.4; charset=utf-8")
-        return "metrics"
 
-    async def _healthy(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> str:
+    async def _healthy(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         await answer(send, 200, b"ok\n", "text/plain")
-        return "healthz"
 
-    async def _ready(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> str:
+    async def _ready(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         await asyncio.get_running_loop().run_in_executor(self.pool, self.store.backlog)
         await answer(send, 200, b"ready\n", "text/plain")
-        return "readyz"
 
     def end(self) -> None:
         """Waiting calls are answered at once, so that their clients ask again. The loop's thread."""
@@ -177,29 +190,31 @@ class Service:
 class _Door:
     """A class, so that Starlette hands over the raw connection: its own requests and responses cost 0.1 ms."""
 
-    def __init__(self, service: Service, verb: str, serve: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, service: Service, verb: str, serve: _Serve) -> None:
         self._service, self._verb, self._serve = service, verb, serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, name, status = time.perf_counter(), "refused", 200
+        begun, status = time.perf_counter(), 200
         try:
             if scope["method"] != self._verb and self._serve is not _nothing_here:
                 raise Refused(405, f"{scope['path']} takes {self._verb}.")
-            name = await self._serve(scope, dict(scope["headers"]), receive, send)
+            await self._serve(scope, dict(scope["headers"]), receive, send)
         except Exception as error:
             refusal = requests.refused(error)
             status = refusal.status
             if status == 500:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await tell(send, refusal)
-        call = CALLS.get(name)
-        seconds = None if call is not None and call.waits else time.perf_counter() - begun
-        self._service.meters.count(name, status, seconds)
+        name = scope["path"].rpartition("/")[2] if self._serve is not _nothing_here else "unknown"
+        if "method" in scope["path_params"] and name not in CALLS:
+            name = "unknown"  # a label for each would let strangers fill the memory
+        waited = name in CALLS and CALLS[name].waits
+        self._service.meters.count(name, status, None if waited else time.perf_counter() - begun)
 
 
 async def _nothing_here(scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
     raise Refused(
         404,
-        f"nothing is at {scope['path']}: this is a store's server, with POST /store/<method>, GET "
+        f"nothing is at {scope['path']}: this is a store's server, with POST /store/<method>, POST /v1/traces, GET "
         "/healthz, /readyz and /metrics. Model calls go to the gateway (`policy.base_url`).",
     )

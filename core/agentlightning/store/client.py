@@ -49,6 +49,15 @@ class HttpStore:
         self.url = self._connections.url
         if self._connections.meant:
             headers[STORE_HEADER] = self._connections.meant
+        try:
+            hello = self._hello()
+        except BaseException:
+            self.close()
+            raise
+        self._longest_wait_s = hello.longest_wait_s
+        self.identity = headers[STORE_HEADER] = hello.store  # from now on no other store will do
+
+    def _hello(self) -> Hello:
         patience = min(OPENING_S, self._connections.patience_s)
         answer, kind = self._connections.call("GET", f"/store/{FIRST_CALL}", None, "", patience)
         try:
@@ -60,8 +69,7 @@ class HttpStore:
                 f"the server at {self.url} has schema version {hello.schema_version}, this release {SCHEMA_VERSION}: "
                 "install the same release on both sides."
             )
-        self._longest_wait_s = hello.longest_wait_s
-        self.identity = headers[STORE_HEADER] = hello.store  # from now on no other store will do
+        return hello
 
     begin_run = _remote(Store.begin_run)
     renew_run = _remote(Store.renew_run)

@@ -18,6 +18,8 @@ class Meters:
         self._within: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS) + 1))
         self.received = 0
         """Bytes of bodies."""
+        self.left_out = 0
+        """Spans of OpenTelemetry that name no attempt, or hold no number where a reward should be."""
 
     def count(self, method: str, status: int, seconds: float | None) -> None:
         self._calls[method, status] += 1
@@ -41,6 +43,7 @@ class Meters:
             lines.append(f'agl_store_call_seconds_sum{{method="{method}"}} {self._seconds[method]:.6f}')
             lines.append(f'agl_store_call_seconds_count{{method="{method}"}} {total}')
         lines += ["# TYPE agl_store_received_bytes_total counter", f"agl_store_received_bytes_total {self.received}"]
+        lines += ["# TYPE agl_otlp_spans_left_out_total counter", f"agl_otlp_spans_left_out_total {self.left_out}"]
         for name, value in gauges.items():
             lines += [f"# TYPE {name} gauge", f"{name} {value:g}"]
         return "\n".join(lines) + "\n"
