@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from agentlightning.errors import AgentLightningError, NothingToTrain, UnknownAgent
+from agentlightning.forks import CAUSES
 from agentlightning.schema import DEFAULT_AGENT, Episode, selector_of
 from agentlightning.trajectory import Ledger, collect
 
@@ -50,6 +51,7 @@ CODES: dict[str, str] = {
     "AGL-D24": "the calls are answered to their end",
     "AGL-D25": "the calls fit in the budget and the context",
     "AGL-D26": "the answers come from the current policy version",
+    "AGL-D27": "the turns of a conversation continue each other",
     "AGL-D30": "a reward reaches the calls",
     "AGL-D40": "rollouts of a task differ in their rewards",
 }
@@ -177,13 +179,31 @@ def _trainable(ledger: Ledger) -> Iterable[Finding]:
             lost.setdefault(code, []).append(reason)
     order = [code for code in CODES if code >= "AGL-D20" and code != "AGL-D40"]
     for code in [*(code for code in CODES if code in lost and code not in order), *order]:
-        if code not in lost:
+        if code == "AGL-D27":
+            yield continued(ledger)
+        elif code not in lost:
             yield _fine(code, f"{ledger.selected} calls of selected agents")
-            continue
-        calls = sum(ledger.dropped[reason] for reason in lost[code])
-        level: Level = "warning" if ledger.complete else "fault"
-        what = f"{calls} of {ledger.selected} calls of selected agents were left out: {', '.join(lost[code])}."
-        yield Finding(code, level, what, code_of(lost[code][0])[1])
+        else:
+            yield _lost(code, lost[code], ledger)
+
+
+def _lost(code: str, reasons: Sequence[str], ledger: Ledger) -> Finding:
+    calls = sum(ledger.dropped[reason] for reason in reasons)
+    level: Level = "warning" if ledger.complete else "fault"
+    what = f"{calls} of {ledger.selected} calls of selected agents were left out: {', '.join(reasons)}."
+    return Finding(code, level, what, code_of(reasons[0])[1])
+
+
+def continued(ledger: Ledger) -> Finding:
+    """Each call is trained all the same: a fork costs time, and the context that the sequences do not share."""
+    if not ledger.broken:
+        return _fine("AGL-D27", f"{ledger.complete} calls in {ledger.sequences} sequences")
+    cause, calls = ledger.broken.most_common(1)[0]
+    happened, remedy = CAUSES[cause]
+    what = (
+        f"{sum(ledger.broken.values())} of {ledger.complete} calls began a sequence of their own: {happened} ({calls})."
+    )
+    return Finding("AGL-D27", "warning", what, remedy)
 
 
 def _fine(code: str, detail: str) -> Finding:

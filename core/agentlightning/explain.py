@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from agentlightning.doctor import code_of
+from agentlightning.forks import CAUSES, Fork, forks
 from agentlightning.schema import (
     Completion,
     Episode,
@@ -29,7 +30,7 @@ from agentlightning.schema import (
 )
 from agentlightning.store.base import Store
 from agentlightning.tasks import digest
-from agentlightning.trajectory import agent_return, collect
+from agentlightning.trajectory import agent_return, collect, lineages
 
 NOTE = "agl.advantages"
 
@@ -62,6 +63,9 @@ class CallStory(msgspec.Struct):
     """Returns that it was compared with, its own included."""
     advantage: float | None = None
     """On each of its sampled tokens."""
+    fork: Fork | None = None
+    """Where and why it could not continue an earlier call's sequence."""
+    fork_cure: str = ""
 
 
 class Story(msgspec.Struct):
@@ -109,7 +113,17 @@ def explain(store: Store, rollout_id: str) -> Story:
     told: dict[str, float | None] = {}
     for span in episode.spans:
         told |= span.attributes.get(NOTE, {}) if span.name == NOTE else {}
-    return Story(rollout, finished, [_call(episode, call, selectors, groups, told) for call in episode.completions])
+    story = Story(rollout, finished, [_call(episode, call, selectors, groups, told) for call in episode.completions])
+    departures = _departures(groups, rollout_id)
+    for call in story.calls:
+        if fork := departures.get(call.id):
+            call.fork, call.fork_cure = fork, CAUSES[fork.cause][1]
+    return story
+
+
+def _departures(groups: Sequence[Group], rollout_id: str) -> dict[str, Fork]:
+    mine = [t for group in groups for t in group.trajectories if t.rollout_id == rollout_id]
+    return {fork.call: fork for trajectory in mine for fork in forks(lineages(trajectory.transitions))}
 
 
 def selectors_of(run: Run) -> list[str]:

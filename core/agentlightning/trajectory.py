@@ -10,6 +10,7 @@ plus its own, plus those of its calls. A trajectory that no reward reaches is le
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from agentlightning.forks import HARMLESS, forks, tail_of, temperature
 from agentlightning.schema import (
     Completion,
     Episode,
@@ -49,6 +51,10 @@ class Ledger(msgspec.Struct):
     """Agent path -> calls seen."""
     chosen: Counter[str] = msgspec.field(default_factory=Counter)
     """Selector -> calls selected."""
+    sequences: int = 0
+    """What the complete calls became: turns that continue each other are one sequence to learn from."""
+    forks: Counter[str] = msgspec.field(default_factory=Counter)
+    """Cause -> calls that could not continue an earlier one (`forks.CAUSES`)."""
 
     def drop(self, reason: str, calls: int = 1) -> None:
         if calls:
@@ -64,14 +70,32 @@ class Ledger(msgspec.Struct):
             "dropped": dict(self.dropped),
             "agents": dict(self.agents),
             "chosen": dict(self.chosen),
+            "sequences": self.sequences,
+            "forks": dict(self.forks),
         }
+
+    @property
+    def broken(self) -> Counter[str]:
+        """The forks that have a cure."""
+        return Counter({cause: calls for cause, calls in self.forks.items() if cause not in HARMLESS})
+
+    @property
+    def merge_ratio(self) -> float:
+        """Conversations over sequences: 1 where every turn that could continue another does, 1/3 where each of three turns
+        is a sequence of its own; NaN without any."""
+        return (self.sequences - self.broken.total()) / self.sequences if self.sequences else math.nan
 
     def __str__(self) -> str:
         lost = ", ".join(f"{reason} {calls}" for reason, calls in self.dropped.most_common())
         return (
             f"calls: {self.seen} seen -> {self.attributed} attributed -> {self.selected} selected -> "
-            f"{self.complete} complete -> {self.trained} trained" + (f" (left out: {lost})" if lost else "")
+            f"{self.complete} complete -> {self.trained} trained"
+            + (f" (left out: {lost})" if lost else "")
+            + (f"; {self.complete} calls in {self.sequences} sequences ({self._torn()})" if self.broken else "")
         )
+
+    def _torn(self) -> str:
+        return ", ".join(f"{cause} {calls}" for cause, calls in self.broken.most_common())
 
 
 class Batch(msgspec.Struct):
@@ -120,6 +144,9 @@ def _trajectories(
             continue
         ledger.complete += len(calls)
         transitions = [Transition(c, selector, call_reward(episode, c)) for c in calls]
+        chains = lineages(transitions)
+        ledger.sequences += len(chains)
+        ledger.forks.update(fork.cause for fork in forks(chains))
         yield selector, Trajectory(episode.rollout.id, episode.attempt.id, path, total, transitions)
 
 
@@ -183,9 +210,8 @@ def lineages(transitions: Sequence[Transition]) -> list[list[Transition]]:
     chains: list[list[Transition]] = []
     tails: list[Ids] = []
     for transition in transitions:
-        prompt = transition.completion.prompt_ids
         fits = [i for i, tail in enumerate(tails) if _continues(chains[i][-1], tail, transition)]
-        tail = np.concatenate([prompt, transition.completion.response_ids])
+        tail = tail_of(transition.completion)
         if fits:
             longest = max(fits, key=lambda i: len(tails[i]))
             chains[longest].append(transition)
@@ -203,8 +229,3 @@ def _continues(last: Transition, tail: Ids, transition: Transition) -> bool:
         and temperature(last) == temperature(transition)
         and bool(np.array_equal(prompt[: len(tail)], tail))
     )
-
-
-def temperature(transition: Transition) -> float:
-    """The temperature that the log-probabilities were taken at; greedy calls report those of temperature 1."""
-    return float(transition.completion.sampling.get("temperature") or 1.0)

@@ -229,6 +229,20 @@ def test_d40_rewards_that_never_differ(tmp_path: Path) -> None:
     trainer.close()
 
 
+def test_d27_a_program_that_changes_what_the_model_said() -> None:
+    def rewrites(task: Any, policy: Any) -> float:
+        url = policy.agent("writer").base_url
+        more = [{"role": "assistant", "content": "HI"}, {"role": "user", "content": "again"}]
+        for messages in (MESSAGES, MESSAGES + more):
+            post(url, messages=messages)
+        return 1.0
+
+    found = run(rewrites, "hi")
+    assert levels(found) == {"AGL-D27": "warning"}
+    told = next(f for f in found.findings if f.code == "AGL-D27")
+    assert "1 of 2 calls" in told.what and "as it came" in told.cure
+
+
 def test_every_code_is_provoked_here() -> None:
     source = Path(__file__).read_text("utf-8")
     unprovoked = [code for code in CODES if f'"{code}", ' not in source and f"test_{code[4:].lower()}" not in source]

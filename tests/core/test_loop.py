@@ -35,6 +35,8 @@ def test_the_ledger_accounts_for_every_call(trainers: Trainers) -> None:
         "dropped": {"not_selected": 4},
         "agents": {"writer": 4, "critic": 4},
         "chosen": {"writer": 4},
+        "sequences": 4,
+        "forks": {},
     }
     assert trainers.store.steps(trainers.run.id) == [step]
 

@@ -69,6 +69,8 @@ def _call(call: CallStory) -> Text:
     from rich.text import Text
 
     head = f"call {call.id[:SHORT]}  {call.prompt_tokens} + {call.response_tokens} tokens"
+    if call.fork:
+        head += f"  ({call.fork}. {call.fork_cure}".rstrip(" .") + ")"
     if call.left_out:
         return Text(head).append(f"  left out: {call.left_out}  {call.cure}".rstrip(), style="yellow")
     return Text(head).append(f"  advantage {call.advantage:+.4g} on each of its {call.response_tokens} tokens", "green")
