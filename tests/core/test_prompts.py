@@ -136,7 +136,9 @@ def test_rollouts_read_pinned_versions_by_parameter_name(trainers: Trainers) -> 
     result = trainers(algorithm).fit(solve, train=TRAIN[:2], val=VAL)
     assert [e.rewards[0].value for e in algorithm.episodes] == [0, 0, 1, 1] * 2
     assert {(w, c) for _, w, c in read} >= {("write 0", "judge 0"), ("write well 1", "judge 1")}
-    assert len({rollout for rollout, _, _ in read}) == len(read) == 2 * 2 * 2 + 2 * len(VAL), "each trial is one rollout"
+    assert len({rollout for rollout, _, _ in read}) == len(read) == 2 * 2 * 2 + 2 * len(VAL), (
+        "each trial is one rollout"
+    )
     assert result.before["val"].mean == 0 and result.after["val"].mean == 1
     assert len(result.steps) == 1, "finish() leaves out the other step"
 

@@ -118,6 +118,7 @@ LAZY = {
     "agentlightning/prompts.py": {"jinja2"},
     "agentlightning/propagation.py": {"httpx2"},
     "agentlightning/results.py": {"matplotlib"},
+    "agentlightning/store/otlp_wire.py": {"google", "opentelemetry"},
     "agentlightning/store/postgres.py": {"psycopg"},
 }
 """Used where the user's environment has it; never needed."""
