@@ -8,6 +8,7 @@ import pytest
 
 from agentlightning.store.server import StoreServer
 from agentlightning.store.sql import SqlStore
+from tests.core.store_server_world import KEY
 from tests.core.trainer_world import Trainers
 
 

@@ -19,8 +19,8 @@ from agentlightning.store.keys import attempt_key
 from agentlightning.store.server import StoreServer
 from agentlightning.store.sql import SqlStore
 from tests.conformance.store_records import LONG, begin, completion, reward, span
+from tests.core.store_server_world import KEY
 
-KEY = "the store's own key"
 ODD_NAME = "'; DROP TABLE agl_spans; --"
 
 

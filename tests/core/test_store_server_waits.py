@@ -21,9 +21,7 @@ from agentlightning.store.groups import MOST, Group
 from agentlightning.store.server import StoreServer
 from agentlightning.store.sql import SqlStore
 from tests.conformance.store_records import begin, completion, reward, rollout, span
-
-KEY = "the store's own key"
-ODD_NAME = "'; DROP TABLE agl_spans; --"
+from tests.core.store_server_world import KEY
 
 
 def test_a_port_in_use_fails_at_once(server: StoreServer, behind: SqlStore) -> None:
