@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from agentlightning.forks import temperature
 from agentlightning.schema import Group, Trajectory, Transition, floats, ids
-from agentlightning.trajectory import lineages, temperature
+from agentlightning.trajectory import lineages
 from agentlightning_algorithms.policy.base import Row
 
 AGGREGATIONS = ("token", "rollout", "sequence", "sequence-token-mean", "constant", "sum")

@@ -13,6 +13,7 @@ and is taken up again from the last finished step.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ from agentlightning.store.base import Store
 from agentlightning.tasks import Task, draw
 from agentlightning.trajectory import Batch, Ledger, collect
 from agentlightning.trials import Trial, figures, planned, refuse_total_failure
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 5
 """Steps in a row that may give nothing to train before a run stops."""
@@ -120,7 +123,7 @@ class Loop:
         self._known_agents: Counter[str] = Counter()
         self._batch: Batch | None = None
         self._episodes: list[Episode] = []
-        self._idle = 0
+        self._idle, self._warned = 0, False
         self._finished = False
         self._kept: list[Callable[[], object]] = []
         self.details: Any = None
@@ -327,6 +330,9 @@ class Loop:
         batch.ledger.drop("unattributed", strays)
         if not self.history:
             doctor.refuse(batch.ledger, self._known_agents, selectors)
+        if batch.ledger.broken and not self._warned:  # once is enough: a template does the same in every step
+            self._warned = True
+            logger.warning("%s", doctor.continued(batch.ledger))
         return batch
 
     # The end of a step.
@@ -337,6 +343,7 @@ class Loop:
         Raises NothingToTrain after `PATIENCE` steps in a row that trained no call.
         """
         ledger = self._batch.ledger if self._batch else Ledger()
+        merged = {"merge_ratio": ledger.merge_ratio} if ledger.sequences else {}
         checkpoint = None
         if self.policy is not None:
             checkpoint = self.folder / f"checkpoint-{self._number:06d}"
@@ -346,7 +353,7 @@ class Loop:
         step = Step(
             self.run.id,
             self._number,
-            {**figures(self._episodes), **{name: float(value) for name, value in metrics.items()}},
+            {**figures(self._episodes), **merged, **{name: float(value) for name, value in metrics.items()}},
             ledger.as_dict(),
             str(checkpoint) if checkpoint else None,
             now_ns(),

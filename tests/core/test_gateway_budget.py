@@ -93,7 +93,7 @@ def test_the_attempt_of_a_program_that_ends_so_is_truncated(tmp_path: Path) -> N
         with pytest.raises(openai.BadRequestError) as caught:
             world.client(attempt).chat.completions.create(model="policy", messages=HELLO)
         (rollout,) = world.store.rollouts(ids=[attempt.rollout_id])
-        verdict = judge(Job(rollout, attempt, 0.0), Ended(error=caught.value), "program", world.gateway.url)
+        verdict = judge(Job(rollout, attempt, 0.0), Ended(error=caught.value), "program")
     assert verdict.outcome is Outcome.TRUNCATED and "maximum context length" in (verdict.error or "")
 
 
