@@ -129,7 +129,8 @@ def _run(order: Order, recorder: Recorder) -> Ended:
 
 def _prepare(order: Order, context: contextvars.Context, recorder: Recorder) -> Any:
     """The program, with everything around it as it is in its parent."""
-    propagate_to(order.gateway_url)
+    if order.gateway_url:
+        propagate_to(order.gateway_url)
     try:
         program = pickle.loads(order.program)
     except Exception as error:

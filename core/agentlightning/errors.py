@@ -53,6 +53,10 @@ class GatewayError(AgentLightningError):
     """The gateway cannot start, or a model call cannot be served."""
 
 
+class GatewayGone(GatewayError):
+    """The gateway that served an attempt ended with what it had not committed: the attempt must be made again."""
+
+
 class PolicyError(AgentLightningError):
     """A policy back end failed to start, to learn, to save or to load."""
 

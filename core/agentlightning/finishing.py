@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from agentlightning.errors import NotFound, RewardError, StoreError, StoreUnavailable, Superseded
+from agentlightning.errors import GatewayGone, NotFound, RewardError, StoreError, StoreUnavailable, Superseded
 from agentlightning.execution import Call, Ended
 from agentlightning.outcomes import Failure, describe, failure_of
 from agentlightning.program import returned_rewards
@@ -74,10 +74,13 @@ class Verdict:
     error: str | None
     rewards: list[Reward]
     spans: list[Span]
+    back: bool = False
+    """The rollout is queued again and the attempt not counted: we stop, or its gateway died."""
 
     def spoil(self, trouble: Exception) -> None:
         """Something of the attempt may be missing in the store, so it must not count as a good one. One that had failed
         before keeps its outcome: what went wrong first is what went wrong."""
+        self.back = self.back or (isinstance(trouble, GatewayGone) and self.outcome is not Outcome.CANCELLED)
         if self.outcome in _GOOD:
             self.outcome = Outcome.INFRA_ERROR
         self.rewards = []
@@ -94,7 +97,8 @@ def judge(job: Job, ended: Ended, program: str) -> Verdict:
         failure = failure_of(ended.error, job.gateway_url)
     if job.cause is not None:
         said = failure.text if failure else ""
-        return Verdict(job, job.cause, f"{job.reason}\n\n{said}".strip(), [], [])
+        back = job.cause is Outcome.INFRA_ERROR
+        return Verdict(job, job.cause, f"{job.reason}\n\n{said}".strip(), [], [], back)
     if failure is None:
         try:
             return Verdict(job, Outcome.OK, None, rewards_of(ended.value, job.attempt.id, program), [])
@@ -220,6 +224,9 @@ class Finisher:
     def _finish(self, verdict: Verdict) -> RolloutState | None:
         attempt = verdict.job.attempt
         try:
+            if verdict.back:
+                self._patiently(lambda: self._store.give_back([attempt.id], verdict.error or ""))
+                return RolloutState.QUEUED
             return self._patiently(lambda: self._store.finish(attempt.id, verdict.outcome, verdict.error))
         except Superseded as error:
             log.info("%s", error)

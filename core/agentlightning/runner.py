@@ -101,7 +101,7 @@ class Runner:
         self._finisher = Finisher(store, recorder, barrier, self._judge, self._finished)
         self._changed = threading.Condition()
         self._alarm = threading.Condition()
-        self._halt, self._over = threading.Event(), threading.Event()
+        self._halt, self._over, self._nudge = threading.Event(), threading.Event(), threading.Event()
         runs = run_id if callable(run_id) else lambda: [run_id]
         self._leasing = Leasing(store, self._worker, lease_s, runs, self._halt)
         self._jobs: dict[str, Job] = {}
@@ -137,6 +137,11 @@ class Runner:
             now = (len(self._jobs), self._count, self._superseded)
             return Counts(*now, self._executor.late, self._late_results)
 
+    @property
+    def fatal(self) -> AgentLightningError | None:
+        """Why no rollout can be run at all, once that is known."""
+        return self._fatal
+
     def check(self) -> None:
         """Raises what keeps *every* rollout from running: a parameter that no resource fills, a store that is away.
 
@@ -150,7 +155,7 @@ class Runner:
         """Leases no more, and returns when everything begun is closed. Safe to call twice.
 
         With `drain` the programs run to their end or deadline; without, or when Ctrl-C comes meanwhile, they are told
-        to end, and their attempts end as `infra_error`: another runner may try again if attempts are left.
+        to end, and their rollouts are given back: another runner begins them again.
         """
         with self._changed:
             if self._stopped:
@@ -158,6 +163,7 @@ class Runner:
             self._stopped = True
             self._changed.notify_all()
         self._halt.set()
+        self._nudge.set()
         try:
             self._join(drain)
         except KeyboardInterrupt:
@@ -165,6 +171,12 @@ class Runner:
             raise
         finally:
             self._shut()
+
+    def give_back(self) -> None:
+        """Tells all programs to end, while `stop` waits for them; others begin their rollouts again."""
+        self._finisher.hurry()
+        for job in self._running():
+            self._interrupt(job, Outcome.INFRA_ERROR, "the runner was stopped")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -287,7 +299,11 @@ class Runner:
 
     def _beat(self) -> None:
         self._tell("running")
-        while not self._over.wait(self._lease_s / 3):
+        while True:
+            self._nudge.wait(self._lease_s / 3)
+            self._nudge.clear()
+            if self._over.is_set():
+                return
             with self._changed:
                 ids = list(self._jobs)
             try:
@@ -342,14 +358,13 @@ class Runner:
             return
         self._feeder.join()
         if not drain:
-            self._finisher.hurry()
-            for job in self._running():
-                self._interrupt(job, Outcome.INFRA_ERROR, "the runner was stopped")
+            self.give_back()
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
 
     def _shut(self) -> None:
         self._over.set()
+        self._nudge.set()
         with self._alarm:
             self._alarm.notify()
         if self._started:

@@ -67,6 +67,8 @@ class Spooled:
         self._told: dict[str, str] = {}
         self.spooled = self.replayed = self.dropped = 0
         """Records that went to disk, that came into the store from there, and that no store would take."""
+        self.left = 0
+        """Records that were still on disk at the end."""
         self._prefix = hashlib.sha256(store.identity.encode()).hexdigest()[:16]
         self._adopt()
 
@@ -114,7 +116,7 @@ class Spooled:
         if thread is not None:
             thread.join(timeout_s + 60.0)
         with self._lock:
-            left = sum(map(len, self._files))
+            self.left = left = sum(map(len, self._files))
             for file in self._files:
                 file.close()
             self._files, self._mine = [], None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from agentlightning.context import propagate_to
 from agentlightning.errors import ConfigError, NothingToTrain, PolicyError, RunInUse, StoreError, UnknownAgent
 from agentlightning.evaluation import Evaluation, evaluation_of
 from agentlightning.gateway import Gateway
+from agentlightning.gateways import Workers, gateway_resource, reachable
 from agentlightning.loop import Loop
 from agentlightning.plain import plain
 from agentlightning.program import Program, program_of
@@ -76,9 +78,10 @@ class Trainer:
     """Trains the agents of a program that it never changes.
 
     `store`: URL; everything is kept there, and an interrupted `fit` with the same settings goes on from its last finished
-    step. `name`: of the run; `seed`: of tasks and sampling. `concurrency`: rollouts at a time. `timeout_s`: of one
-    rollout, all its attempts taken separately. `budget`: of tokens, for calls of the policy. `address`: `host:port` of the
-    gateway, port 0 for a free one. `processes`: each rollout runs in a process of its own, which is killed at its deadline.
+    step. `name`: of the run; `seed`: of tasks and sampling. `concurrency`: rollouts at a time in this process; 0 leaves them
+    all to workers (`agl worker`). `timeout_s`: of one rollout, all its attempts taken separately. `budget`: of tokens, for
+    calls of the policy. `address`: `host:port` of the gateway, port 0 for a free one; `advertise`: its URL as workers on
+    other machines reach it. `processes`: each rollout runs in a process of its own, which is killed at its deadline.
     `plugins`: objects with hooks of `agentlightning.hooks`.
     """
 
@@ -94,6 +97,7 @@ class Trainer:
         max_attempts: int = 2,
         budget: Budget | None = None,
         address: str = "127.0.0.1:0",
+        advertise: str = "",
         processes: bool = False,
         folder: str | Path | None = None,
         plugins: Iterable[object] = (),
@@ -102,8 +106,10 @@ class Trainer:
             raise ConfigError(
                 f"{algorithm!r} is no algorithm: use agl.algorithm('grpo', ...) or an object with run(loop)."
             )
-        if concurrency < 1 or max_attempts < 1:
-            raise ConfigError(f"concurrency={concurrency}, max_attempts={max_attempts}: the least that works is 1.")
+        if concurrency < 0 or max_attempts < 1:
+            raise ConfigError(
+                f"concurrency={concurrency}, max_attempts={max_attempts}: the least that works is 0 and 1."
+            )
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"address={address!r}: write host:port, such as 127.0.0.1:0.")
@@ -115,7 +121,7 @@ class Trainer:
         self.folder = Path(folder) if folder else _folder_beside(store)
         self._sink = Spooled(self.store)
         self._gateway = Gateway(self.store, host=host, port=int(port), sink=self._sink)
-        self._started = False
+        self._started, self._advertise = False, advertise
 
     @property
     def base_url(self) -> str:
@@ -211,6 +217,14 @@ class Trainer:
             stack.callback(propagate_to(root))
             recorder = Recorder(self._sink)
             stack.callback(recorder.close)
+            place = gateway_resource(self._advertise or reachable(root), self._gateway.secret)
+            self.store.publish(run.id, [place], moved=True)
+            stack.enter_context(session.display)
+            if not self.concurrency:
+                workers = Workers(self.store, run.id, program.name)
+                session.begin, session.alive = workers.look, workers.look
+                yield session
+                return
             runner = Runner(
                 self.store,
                 program,
@@ -225,15 +239,17 @@ class Trainer:
                 processes=self.processes,
             )
             stack.callback(runner.stop, drain=False)  # one that never begins holds a loop too
-            session.runner = runner
-            stack.enter_context(session.display)
+            session.begin, session.alive = functools.partial(_begin, stack, runner), runner.check
             yield session
 
 
 class _Session:
     """What is up during one run, and ends with it."""
 
-    runner: Runner
+    begin: Callable[[], object]
+    """Starts whoever runs rollouts."""
+    alive: Callable[[], object]
+    """Raises when nobody can run them any more."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,16 +266,17 @@ class _Session:
             "strays": lambda: trainer._gateway.stats.get("unattributed", 0),
             "check": program.check,
             "begin": self.begin,
-            "alive": self.runner.check,
+            "alive": self.alive,
         }
-
-    def begin(self) -> None:
-        """Starts the runner; it is the first to stop."""
-        self._stack.callback(self.runner.stop, drain=False)
-        self.runner.start()
 
     def close_policy_of(self, loop: Loop) -> None:
         self._stack.callback(loop.close)
+
+
+def _begin(stack: ExitStack, runner: Runner) -> None:
+    """Starts the runner; it is the first to stop."""
+    stack.callback(runner.stop, drain=False)
+    runner.start()
 
 
 class _Hold:

@@ -264,8 +264,8 @@ def test_save_without_a_checkpoint_says_so(trainers: Trainers) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"concurrency": 0}, "least that works is 1"),
-        ({"max_attempts": 0}, "least that works is 1"),
+        ({"concurrency": -1}, "least that works is 0 and 1"),
+        ({"max_attempts": 0}, "least that works is 0 and 1"),
         ({"address": "localhost"}, "host:port"),
         ({"address": "localhost:http"}, "host:port"),
         ({"algorithm": object()}, "no algorithm"),

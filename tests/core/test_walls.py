@@ -179,6 +179,7 @@ def test_no_file_names_a_folder_of_somebodys_machine(path: Path) -> None:
 
 
 HOSTS = {
+    "0.0.0.0",
     "127.0.0.1",
     "localhost",
     "github.com",

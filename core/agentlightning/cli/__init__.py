@@ -136,6 +136,36 @@ def key(attempt: Annotated[str, typer.Argument(help="Id of an attempt.", metavar
     print_attempt_key(attempt)
 
 
+@app.command()
+def worker(
+    program: Where,
+    store: StoreUrl = DEFAULT_STORE,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-n", help="Rollouts at a time.")] = 1,
+    run: Annotated[str, typer.Option("--run", help="Only this run, by name or id; ends when it has ended.")] = "",
+    processes: Annotated[bool, typer.Option("--processes", help="Each rollout in a process of its own.")] = False,
+    drain: Annotated[
+        float | None, typer.Option("--drain", help="Seconds to finish what it holds when told to end.")
+    ] = None,
+    lease: Annotated[
+        float, typer.Option("--lease", help="Seconds without a sign of life until others take over.")
+    ] = 30.0,
+    render_k8s: Annotated[bool, typer.Option("--render-k8s", help="Print a Kubernetes Job instead.")] = False,
+    image: Annotated[str, typer.Option("--image", help="Of the Job's pods.")] = "",
+    pods: Annotated[int, typer.Option("--pods", help="How many.")] = 1,
+    name: Annotated[str, typer.Option("--name", help="Of the Job.")] = "agl-worker",
+    key_secret: Annotated[str, typer.Option("--key-secret", help="Secret that holds AGL_STORE_KEY.")] = "",
+    json: AsJson = False,
+) -> None:
+    """Run rollouts of a store's queue on this machine. SIGTERM: finish what it holds; a second one: give it back."""
+    from agentlightning.cli.worker import Pods, Settings, render_job, run_worker
+
+    settings = Settings(program, store, concurrency, run, processes, drain, lease)
+    if render_k8s:
+        render_job(settings, Pods(image, pods, name, key_secret))
+    else:
+        run_worker(settings, json)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Runs `agl` and ends the process: 0 when done, 2 for an error with its cure on stderr."""
     try:

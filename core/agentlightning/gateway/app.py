@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -36,7 +37,7 @@ REMEMBERED = 65536
 class Door:
     """The ASGI application, its calls in flight and the attempts that are refused."""
 
-    def __init__(self, directory: Directory, proxy: Proxy) -> None:
+    def __init__(self, directory: Directory, proxy: Proxy, more: Sequence[Route] = ()) -> None:
         self.proxy = proxy
         self._directory, self._seeds, self._memory = directory, Seeds(), Memory()
         self._flying: defaultdict[str | None, set[Call]] = defaultdict(set)
@@ -44,6 +45,7 @@ class Door:
         self._strays: OrderedDict[str, None] = OrderedDict()
         self.app = Starlette(
             routes=[
+                *more,
                 *(Route(f"{prefix}/{path}", _Calls(self, path)) for prefix in PREFIXES for path in (CHAT, TEXT)),
                 *(
                     Route(f"{prefix}/{d.PATH}", _Calls(self, CHAT, d))

@@ -10,9 +10,11 @@ from typing import Self
 
 from agentlightning.errors import GatewayError
 from agentlightning.gateway.app import Door
+from agentlightning.gateway.control import Control
 from agentlightning.gateway.directory import Directory
 from agentlightning.gateway.proxy import Proxy
 from agentlightning.gateway.writer import Sink, Writer
+from agentlightning.schema import new_id
 from agentlightning.serving import listen, url_of, uvicorn_server
 from agentlightning.store.base import Store
 
@@ -39,7 +41,15 @@ class Gateway:
         self._host, self._port = host, port
         self._writer = Writer(sink or store)
         self._directory = Directory(store, refresh_s=refresh_s)
-        self._door = Door(self._directory, Proxy(self._writer, sleep=sleep))
+        self.secret = new_id()
+        """Opens what runners on other machines may ask (`control.py`)."""
+        control = Control(
+            self.secret,
+            refuse=lambda attempt_id: self._door.refuse(attempt_id),
+            stop=lambda attempt_id: self._door.stop(attempt_id),
+            flush=self._writer.flush,
+        )
+        self._door = Door(self._directory, Proxy(self._writer, sleep=sleep), control.routes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._closed = False

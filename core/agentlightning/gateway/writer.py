@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
-
-import msgspec
 
 from agentlightning.errors import GatewayError
 from agentlightning.schema import Completion, Span
@@ -36,9 +34,8 @@ SETTLE_S = 1.0
 """How long `flush` waits for a store that is away; whoever can wait longer asks again."""
 
 
-class _Failure(msgspec.Struct):
-    records: int = 0
-    cause: str = ""
+REMEMBERED = 1_000
+"""Attempts whose lost records are remembered by name."""
 
 
 class Writer:
@@ -51,7 +48,8 @@ class Writer:
         self._waiting: list[Record] = []
         self._handed_in = self._settled = 0
         self._hurry = self._closing = False
-        self._failure = _Failure()
+        self._lost: dict[str | None, list[str]] = {}
+        """Attempt -> why each of its records was refused."""
         self._sleep = sleep
         self._thread = threading.Thread(target=self._run, name="agl-gateway-writer", daemon=True)
 
@@ -63,30 +61,36 @@ class Writer:
         with self._changed:
             if self._closing:
                 logger.error("%d records came after the gateway was closed and are lost", len(records))
-                self._failure = _Failure(self._failure.records + len(records), "the gateway was closed")
+                self._lose(records, "the gateway was closed")
                 return
             self._waiting.extend(records)
             self._handed_in += len(records)
             if len(self._waiting) == len(records):
                 self._changed.notify_all()
 
-    def flush(self) -> None:
-        """Returns when all that was handed in is committed. Raises GatewayError when some of it could not be, and
-        StoreUnavailable when some of it waits on disk for a store that is away (`spool.py`)."""
+    def flush(self, attempt_ids: Collection[str] | None = None) -> None:
+        """Returns when all that was handed in is committed. Raises GatewayError when some of these attempts (None: of any)
+        could not be, once, and StoreUnavailable when some of it waits on disk for a store that is away (`spool.py`)."""
         with self._changed:
             goal = self._handed_in
             while self._settled < goal and self._thread.is_alive():
                 self._hurry = True
                 self._changed.notify_all()
                 self._changed.wait()
-            failure, self._failure = self._failure, _Failure()
-        if failure.records:
+            asked = list(self._lost) if attempt_ids is None else attempt_ids
+            causes = [cause for attempt_id in asked for cause in self._lost.pop(attempt_id, ())]
+        if causes:
             raise GatewayError(
-                f"{failure.records} records of model calls could not be stored ({failure.cause}): mend the store (space, "
+                f"{len(causes)} records of model calls could not be stored ({causes[-1]}): mend the store (space, "
                 "permissions, other processes that lock it) and run the step again."
             )
         if self._settle is not None and not self._closing:
             self._settle(SETTLE_S)
+
+    def _lose(self, records: Sequence[Record], cause: str) -> None:
+        for record in records:
+            if record.attempt_id in self._lost or len(self._lost) < REMEMBERED:
+                self._lost.setdefault(record.attempt_id, []).append(cause)
 
     def close(self) -> None:
         """Stores what is left and ends the thread; raises like `flush`."""
@@ -125,7 +129,7 @@ class Writer:
             if cause is not None:
                 logger.error("model call %s is lost: the store refused it: %s", record.id, cause)
                 with self._changed:
-                    self._failure = _Failure(self._failure.records + 1, cause)
+                    self._lose([record], cause)
 
     def _try(self, batch: list[Record], tries: int | None = None) -> str | None:
         """None when stored, else why not."""
